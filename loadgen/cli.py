@@ -177,11 +177,11 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
     for flag, file in files.items():
         if file is None:
             continue
-        if not file.parent.exists():
-            raise typer.BadParameter(
-                f"{flag} {file} cannot be written: there is no folder {file.parent}; make it, or name another one"
-            )
         try:
+            if not file.parent.exists():
+                raise typer.BadParameter(
+                    f"{flag} {file} cannot be written: there is no folder {file.parent}; make it, or name another"
+                )
             new = not file.exists()
             file.open("ab").close()
             if new:

@@ -116,6 +116,6 @@ def shutdown() -> None:
                 field="ray_address",
             )
         client.shutdown(left)  # returns if the time is over, and if the controller ends, be it to start again
-        _disconnect()  # the next turn looks for it by its name
+        _disconnect()  # type: ignore[no-untyped-call]  # the next turn looks for it by its name
         time.sleep(POLL_SECONDS)
     ray.shutdown()

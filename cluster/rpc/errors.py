@@ -47,6 +47,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
+# Parts of gRPC's messages, the rest of which only says what OpenSSL did
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "is not in peer certificate")
+
+
 def is_from_peer(error: grpc.RpcError) -> bool:
     """Whether the peer raised the error itself; otherwise the connection failed."""
     metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()
@@ -63,4 +67,6 @@ def error_from_rpc(error: grpc.RpcError) -> errors.BatonError:
                 return errors.from_wire(common_pb2.ErrorDetail.FromString(raw))
     status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))() or status.name
+    if any(part in details for part in _UNTRUSTED):
+        details = f"the server's certificate is not of a trusted authority, or is for another name: {details}"
     return _BY_STATUS.get(status, errors.InternalError)(details)

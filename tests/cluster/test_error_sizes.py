@@ -55,3 +55,23 @@ class Failed(grpc.RpcError):
 @pytest.mark.parametrize("metadata", [b"\xff" * 9, b"\x0a\xff", "\xff"])
 def test_metadata_that_is_no_error_leaves_the_status(metadata):
     assert type(error_from_rpc(Failed(metadata))) is UnavailableError
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "Ssl handshake failed: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED",
+        "Peer name a.example is not in peer certificate",
+    ],
+)
+def test_a_certificate_that_is_not_accepted_is_said_in_words(details):
+    class Refused(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return details
+
+    error = error_from_rpc(Refused())
+    assert type(error) is UnavailableError and error.message.endswith(details)
+    assert error.message.startswith("the server's certificate is not of a trusted authority")

@@ -17,6 +17,7 @@ from tests.kubernetes.controllers.deployments import Deployments
 from tests.kubernetes.controllers.endpoints import EndpointsController
 from tests.kubernetes.controllers.garbage import Garbage, Namespaces
 from tests.kubernetes.controllers.jobs import Jobs
+from tests.kubernetes.controllers.leader_worker_sets import LeaderWorkerSets
 from tests.kubernetes.controllers.replica_sets import ReplicaSets
 from tests.kubernetes.controllers.scheduler import Scheduler
 from tests.kubernetes.controllers.stateful_sets import StatefulSets
@@ -38,6 +39,7 @@ class Controllers:
             Deployments(client),
             ReplicaSets(client),
             StatefulSets(client),
+            LeaderWorkerSets(client),
             Jobs(client),
             Scheduler(client),
             *more,
