@@ -25,6 +25,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 # Only imported: none of them may start a thread or open a connection, which would not survive the fork.
@@ -115,6 +116,7 @@ class Preloaded:
                 [sys.executable, "-m", "tests.harness.preloaded", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                cwd=_ROOT,  # whatever folder a test has changed to
             )
         self._socket = ours
 
@@ -126,6 +128,7 @@ class Preloaded:
 
 _allowed: list[Preloaded] = []
 _EXECUTABLE = sys.executable
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
