@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-from tests.harness import time_limit
+from tests.harness import preloaded, time_limit
 from tests.harness.comparisons import COMPARED, Compared
 from tests.harness.unit import light_modules
 
@@ -47,6 +47,13 @@ Checkpoint = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def made_with_torch() -> None:
     """Requested by fixtures that import torch: `make unit` leaves out the tests that need one."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_processes() -> Iterator[None]:
+    """Routers and stub workers of the harness are forked from a process that has imported their modules."""
+    with preloaded.allowed():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,19 +24,15 @@ from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.redis.connect import why_silent
 from router.rights import redis_rights
+from tests.harness.preloaded import preloaded
 
 UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
 
 
 def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "baton", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "100", **environment},
-    )
+    forks = preloaded()
+    assert forks is not None
+    return forks.run(["baton", *arguments], {**os.environ, "COLUMNS": "100", **environment}, 120)
 
 
 SECRET = {"BATON_SECRET": "s"}

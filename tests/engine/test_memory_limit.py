@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,15 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
-    for name, shape in SHAPES.items():
-        write_model(made[name], shape)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A model of SHAPES, written when it is first requested."""
+
+    @cache
+    def made(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        write_model(directory, SHAPES[name])
+        return directory
+
     return made
 
 
@@ -58,19 +65,20 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", SHAPES)
-def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
+def test_a_container_is_filled_and_not_exceeded(size: str, models: Callable[[str], Path]) -> None:
     """The kernel kills a process that takes more, where a limit can be made here."""
     with limited(LIMIT) as before:
-        check(fill(models[size], before, LIMIT))
+        check(fill(models(size), before, LIMIT))
 
 
 @pytest.mark.long
-def test_a_limit_that_the_kernel_does_not_enforce(models: dict[str, Path]) -> None:
+def test_a_limit_that_the_kernel_does_not_enforce(models: Callable[[str], Path]) -> None:
     """So that the rule is tested where no cgroup can be made."""
-    check(fill(models["middle"], None, LIMIT))
+    check(fill(models("middle"), None, LIMIT))
 
 
-def test_a_model_larger_than_its_container_is_refused(models: dict[str, Path]) -> None:
+def test_a_model_larger_than_its_container_is_refused(models: Callable[[str], Path]) -> None:
+    large = models("large")
     with limited(700 * MIB) as before, pytest.raises(AssertionError, match="for the weights") as caught:
-        fill(models["large"], before, 700 * MIB)
+        fill(large, before, 700 * MIB)
     assert "ConfigError: memory_utilization: 0.9 of 734003200 bytes" in str(caught.value)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.redis.embedded import EmbeddedRedis
+from tests.harness.preloaded import ForkedProcess, preloaded
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -100,25 +101,31 @@ def run_router(out: Path, settings: Mapping[str, Any]) -> Iterator[RunningRouter
 
 
 @contextlib.contextmanager
-def python(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+def python(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[str] | ForkedProcess]:
     """A Python process whose output goes to `log` or a pipe. After the block its stdin is closed and it is terminated."""
+    environment = {**os.environ, "COLUMNS": "200"}
     with contextlib.ExitStack() as stack:
-        output: Any = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=None if log is None else subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "COLUMNS": "200"},
-        )
+        output: Any = None if log is None else stack.enter_context(log.open("w"))
+        process: subprocess.Popen[str] | ForkedProcess
+        if (forks := preloaded()) is not None and arguments[0] == "-m":
+            fds = (None, 2) if output is None else (output.fileno(), output.fileno())
+            process = forks.fork(arguments[1:], environment, *fds)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if output is None else output,
+                stderr=None if output is None else subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
         try:
             yield process
         finally:
             _stop(process)
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[str] | ForkedProcess) -> None:
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     process.terminate()

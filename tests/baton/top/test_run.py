@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.baton.top.views import view
+from tests.harness.preloaded import preloaded
 from tests.harness.waiting import wait_for
 
 SECONDS = 60.0
@@ -59,9 +60,9 @@ def environment() -> dict[str, str]:
 
 
 def run(url: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(url, *flags), capture_output=True, text=True, timeout=SECONDS, check=False, env=environment()
-    )
+    forks = preloaded()
+    assert forks is not None
+    return forks.run(["baton", "top", "--router", url, *flags], environment(), SECONDS)
 
 
 def test_once_prints_a_frame_for_scripts(router: tuple[str, Any]) -> None:

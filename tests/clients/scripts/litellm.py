@@ -12,6 +12,7 @@ from pathlib import Path
 
 import openai
 
+START_SECONDS = 180.0  # of the proxy
 KEY = f"sk-{secrets.token_hex(16)}"
 KINDS = {"plain": "openai/", "vllm": "hosted_vllm/", "text": "text-completion-openai/"}
 with socket.socket() as taken:
@@ -101,12 +102,13 @@ def messages(model: str) -> None:
 
 
 try:
-    while proxy.poll() is None:
+    deadline = time.monotonic() + START_SECONDS
+    while proxy.poll() is None and time.monotonic() < deadline:
         try:
             client.models.list()
             break
         except openai.OpenAIError:
-            time.sleep(1)
+            time.sleep(0.1)
     else:
         print("failed start: " + " ".join(log_file.read_text().split())[-600:], flush=True)
     for step, model in (

@@ -35,7 +35,8 @@ async def flood(group: RouterGroup) -> tuple[Seen, asyncio.Future[list[None]]]:
     return seen, users
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 4))])
+@pytest.mark.long  # in `make test` the next test but one drains a router of two processes under the same load
+@pytest.mark.parametrize("processes", [1, 2, 4])
 async def test_no_connection_is_reset(processes: int, router_model: Path, tmp_path: Path) -> None:
     with run_group(tmp_path, router_model, processes, AT_ONCE, **DRAIN) as group:
         seen, users = await flood(group)
@@ -87,6 +88,7 @@ async def test_a_signal_to_processes_alone_ends_nothing(
         os.kill(group.pid, signal.SIGTERM)
         await asyncio.wait_for(users, 60)
     assert (seen.broken, seen.refused) == (0, USERS)
+    assert set(seen.answers) <= {200, 503}, seen.answers
 
 
 async def test_a_drained_process_leaves_the_port_to_the_others() -> None:

@@ -36,6 +36,13 @@ def group(router_model: Path, tmp_path: Path) -> Iterator[RouterGroup]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def shared_group(router_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterGroup]:
+    """For tests that leave it as they found it: both processes serve, without requests."""
+    with run_group(tmp_path_factory.mktemp("group"), router_model, 2, metrics_port=0) as running:
+        yield running
+
+
 @contextlib.asynccontextmanager
 async def streams(
     group: RouterGroup, count: int, headers: Mapping[str, str] | None = None
@@ -59,13 +66,15 @@ async def connections(pid: int) -> int:
     return len(await asyncio.to_thread(psutil.Process(pid).net_connections, "tcp"))
 
 
-async def test_connections_spread_over_the_processes(group: RouterGroup) -> None:
+async def test_connections_spread_over_the_processes(shared_group: RouterGroup) -> None:
+    group = shared_group
     before = [await connections(pid) for pid in group.pids()]
     async with streams(group, STREAMS):
         now = [await connections(pid) for pid in group.pids()]
         taken = [later - earlier for earlier, later in zip(before, now, strict=True)]
         assert min(taken) >= STREAMS // 3, taken
         assert await in_flight(group) == STREAMS
+    await asyncio.to_thread(wait_for, lambda: group.view()["requests_in_flight"] == 0, 30.0, "all have ended")
 
 
 async def test_a_tenants_limit_holds_over_the_processes(router_model: Path, tmp_path: Path) -> None:
@@ -91,8 +100,10 @@ async def test_connections_are_limited_over_the_processes(router_model: Path, tm
             await seventh.close()
 
 
-async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: RouterGroup) -> None:
-    killed = group.pids()[0]
+async def test_a_killed_process_gives_back_its_places_and_is_replaced(shared_group: RouterGroup) -> None:
+    group = shared_group
+    killed, restarts = group.pids()[0], ("baton_process_restarts_total", ())
+    before = group.samples()[restarts]
     async with streams(group, STREAMS) as opened:
         group.signal(0, signal.SIGKILL)
         ended = [asyncio.create_task(one.rest()) for one in opened]
@@ -105,7 +116,8 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: Rou
             one.cancel()
         await asyncio.gather(*ended, return_exceptions=True)
     group.wait_ready("both processes serve")
-    assert group.samples()["baton_process_restarts_total", ()] == 1
+    assert group.samples()[restarts] == before + 1
+    await asyncio.to_thread(wait_for, lambda: group.view()["requests_in_flight"] == 0, 30.0, "all have ended")
 
 
 @pytest.mark.long
