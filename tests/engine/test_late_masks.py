@@ -28,6 +28,7 @@ class Watched:
 
     def __init__(self, grammar, before):
         self._grammar, self._before = grammar, before
+        self.size_bytes = grammar.size_bytes
 
     def matcher(self):
         matcher, before = self._grammar.matcher(), self._before

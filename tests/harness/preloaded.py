@@ -161,8 +161,9 @@ def _serve(requests: socket.socket) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     statuses: dict[int, int] = {}
+    watched: list[socket.socket | int] = [requests, waker]
     while True:
-        ready, _, _ = select.select([requests, waker], [], [])
+        ready, _, _ = select.select(watched, [], [])
         if waker in ready:
             os.read(waker, 512)
             _report_ended(statuses)
