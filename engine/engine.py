@@ -306,8 +306,8 @@ class Engine:
     def _leave_out_late(
         self, decision: StepDecision, plan: StepPlan, logits: Tensor, masked: Seq[Sequence]
     ) -> tuple[StepPlan, Tensor]:
-        """Leave out what waits for its mask: a later step computes that token again. Not those whose KV or scores have
-        been handed on: the masks of prompts are filled before."""
+        """Leave out what waits for its mask: a later step computes that token again. Not those whose KV or scores are
+        handed on by then: the masks of prompts are filled before."""
         again = {
             sequence
             for sequence, item in decision.own_items(plan)

@@ -41,6 +41,8 @@ _PROBE = [{"role": role, "content": ""} for role in ("system", "user", "assistan
 # Stands where the answer continues the last message; of the marks' plane, behind them
 _CONTINUES = "\U000f0100"
 # What clients may not set in the template
+# What templates raise for messages and variables that they do not expect; `x | dictsort` of a text is an AttributeError
+_REFUSALS = (jinja2.TemplateError, AttributeError, TypeError, ValueError, ArithmeticError, LookupError)
 RESERVED_KWARGS = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -201,15 +203,19 @@ class ModelText:
         continues = conversation.continue_final_message
         try:
             text = template.render(
-                **{**({} if effort is None else {"reasoning_effort": effort}), **kwargs},
-                messages=_continued(messages) if continues else messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=conversation.add_generation_prompt,
-                **self._special,
-                **{MARK_NAME: mark, WRITTEN_NAME: conversation.has_written_numbers},
+                {  # one argument: a variable may have the name of one of the function's own
+                    **({} if effort is None else {"reasoning_effort": effort}),
+                    **kwargs,
+                    "messages": _continued(messages) if continues else messages,
+                    "tools": tools or None,
+                    "documents": None,
+                    "add_generation_prompt": conversation.add_generation_prompt,
+                    **self._special,
+                    MARK_NAME: mark,
+                    WRITTEN_NAME: conversation.has_written_numbers,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _REFUSALS as error:
             raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error
         return _before_continuation(text) if continues else text
 

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.grammar.spec import GrammarSpec
 from engine import grammar_masks
+from engine.scheduler.decision import StepDecision
 from tests.engine.grammars import grammar_engine, grammar_request, json_schema, serve
 
 FOUR_DIGITS = GrammarSpec("regex", "[0-9]{4}")
@@ -75,8 +76,10 @@ def test_late_answers_are_those_of_masks_in_time(model, monkeypatch, settings):
     expected = answered(lambda: None)
     monkeypatch.setattr(grammar_masks, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(grammar_masks, "STEP_PART", 0.0)
-    draws = random.Random(1)
+    draws, late, real = random.Random(1), list[int](), StepDecision.leave_out
+    monkeypatch.setattr(StepDecision, "leave_out", lambda *given: late.append(1) or real(*given))
     assert answered(lambda: time.sleep(draws.choice([0, 0, 0.001]))) == expected
+    assert late
 
 
 def test_tenants_take_turns_in_having_masks_filled(model):

@@ -103,3 +103,11 @@ def test_a_template_named_tool_use_is_that_of_conversations_with_tools(tmp_path)
     assert find_tool_parser(model.template_source) == "hermes"
     path.write_text(json.dumps({**settings, "chat_template": named[:2]}))
     assert ModelText(tmp_path).render(Conversation(MESSAGES, [Tool("f")])) == "plain"
+
+
+def test_variables_have_names_of_the_renderer_and_values_that_a_template_does_not_expect(text):
+    assert text("{{ self_ }}{{ args }}").render(Conversation(MESSAGES, template_kwargs={"args": "a"})) == "a"
+    assert text("x").render(Conversation(MESSAGES, template_kwargs={"self": "a", "context": 1})) == "x"
+    with pytest.raises(InvalidRequestError, match="the chat template refuses") as refused:
+        text("{{ x | dictsort }}").render(Conversation(MESSAGES, template_kwargs={"x": "a"}))
+    assert refused.value.field == "messages"
