@@ -59,14 +59,14 @@ class DecodeMachine(PeerRules):
         self.check_aborts()
         commit = self.world.core.engine.commit
 
-        def checked(engine_id: str, first: Any) -> None:
+        def checked(engine_id: str, first: Any, compiled: Any = None) -> None:
             transfer_id = bytes.fromhex(engine_id)
             assert transfer_id not in self.promised_dead, "committed after the arbiter had said ABORTED"
             assert self.landed.whole(transfer_id), "committed without all of its tokens"
             # Otherwise its blocks were taken back meanwhile.
             if engine_id in self.world.core.engine._scheduler.requests:
                 self.world.fill_cache(engine_id, prompt_of(transfer_id))
-            commit(engine_id, first)
+            commit(engine_id, first, compiled)
             self.committed.add(transfer_id)
 
         self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]  # wraps the real one

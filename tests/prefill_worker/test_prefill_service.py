@@ -218,8 +218,8 @@ async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeyp
     async with serving() as (world, stub):
         enter, add, priorities = world.role.prefilling.admission.enter, world.engine.add, []
 
-        async def aged(*arguments):
-            await enter(*arguments)
+        async def aged(*arguments, **named):
+            await enter(*arguments, **named)
             return 1
 
         monkeypatch.setattr(world.role.prefilling.admission, "enter", aged)
