@@ -38,6 +38,11 @@ class ReadyConnections:
     def __len__(self) -> int:
         return len(self._with_key) + len(self._without_key)
 
+    @property
+    def full(self) -> bool:
+        """Whether a further connection may turn another one away."""
+        return max(len(self._with_key), len(self._without_key)) >= self._limit
+
     def push(self, connection: socket.socket) -> socket.socket | None:
         """Returns the one to be turned away, if too many wait: the newest of the tenant, or address, with the most."""
         tenant = self._tenant(connection)

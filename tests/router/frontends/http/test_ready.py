@@ -134,7 +134,8 @@ def test_a_tenant_with_many_connections_turns_away_its_own(keys: KeyFile, connec
     ready = ReadyConnections(ApiKeys(keys.path), 3)
     stranger = connect(head("a: b"))
     flood = [connect(head(f"x-api-key: {first}")) for _ in range(5)]
-    assert [ready.push(one) for one in (stranger, *flood)] == [*4 * [None], *flood[3:]]
+    assert [ready.push(one) for one in (stranger, *flood[:2])] == 3 * [None] and not ready.full
+    assert [ready.push(one) for one in flood[2:]] == [None, *flood[3:]] and ready.full
     other = connect(head(f"x-api-key: {second}"))
     assert ready.push(other) is flood[2]
     assert {ready.pop() for _ in range(4)} == {stranger, other, *flood[:2]}
