@@ -13,20 +13,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from baton.client import Client
 from tests.harness.exactness import judge
 from tests.harness.waiting import wait_for
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
+from tests.kubernetes.controllers.leader_worker_sets import definition
 from tests.kubernetes.kubelet.cluster import PodCluster, process_cluster
 from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.load import OPTIONS, prompt
 from tests.system.helm_life.release import MODEL, Release, installed
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
-DEFINITION = Path(__file__).parents[1] / "helm" / "crds" / "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
 VALUES = (
     "ray.mode=none,multiNode.by=leaderWorkerSet,decode.nodes=2,decode.tensorParallel=2,"
     "decode.replicas=1,router.replicas=1"
@@ -37,13 +36,8 @@ LEADER, RANK = "one-baton-decode-set-0", "one-baton-decode-set-0-1"
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[PodCluster]:
     """One that knows the kind."""
-    definition = yaml.safe_load(DEFINITION.read_text())
-    spec = definition["spec"] | {"scope": "Namespaced"}
-    spec["versions"][0]["subresources"] = {"status": {}}
-    meta = {"name": f"{spec['names']['plural']}.{spec['group']}"}
-    kind = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
     with process_cluster(folder) as running:
-        running.server.create({**kind, "metadata": meta, "spec": spec})
+        running.server.create(definition())
         yield running
 
 
