@@ -7,6 +7,9 @@ no surge. It makes the pods itself, where the real one makes StatefulSets and it
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
+
+import yaml
 
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
@@ -19,6 +22,17 @@ NAME, GROUP, WORKER, REVISION = (
     f"{DOMAIN}/{label}" for label in ("name", "group-index", "worker-index", "template-revision-hash")
 )
 Groups = dict[int, list[Object]]
+
+
+def definition() -> Object:
+    """Its CustomResourceDefinition, for a cluster that is to have it."""
+    folder = Path(__file__).resolve().parents[2] / "system" / "helm" / "crds"
+    found = yaml.safe_load((folder / "leaderworkerset.x-k8s.io_leaderworkersets.yaml").read_text())
+    spec = found["spec"] | {"scope": "Namespaced"}
+    spec["versions"][0]["subresources"] = {"status": {}}
+    meta = {"name": f"{spec['names']['plural']}.{spec['group']}"}
+    kind = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+    return {**kind, "metadata": meta, "spec": spec}
 
 
 class LeaderWorkerSets:
