@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-import re._parser as regex_parser  # its tree of a pattern
+import re._parser as regex_parser  # type: ignore[import-not-found]  # its tree of a pattern
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 MAX_PARTS = 100  # of one value: those that `allOf`, `anyOf`, `oneOf` and `$ref` add to a part
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
@@ -53,7 +53,7 @@ def gap_of(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Gap | None:
 _CLASS = r"a class of characters has control characters, and not both \" and \\; add \x00-\x1f to what it leaves out"
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
