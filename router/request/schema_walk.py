@@ -6,7 +6,6 @@ schema into such parts. In the innermost one it names the keyword without which 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import orjson
 
 from cluster.errors import InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
+from router.request.schema_gaps import gap_of
 
 MAX_DEPTH = 32
 SEARCH_SECONDS = 0.5
@@ -41,24 +41,13 @@ def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if isinstance(part.get(keyword), bool):
                 return _error(f"{place}/{keyword}", f"{keyword} must be a number")
-        least, most = part.get("minProperties"), _distinct_names(part)
-        if isinstance(least, int | float) and least > most:
-            text = f"minProperties is at most {most} here: names that are not in `required` may repeat"
-            return _error(f"{place}/minProperties", text, str(most))
+        if (gap := gap_of(part, schema)) is not None:
+            return _error(f"{place}{gap.place}", gap.reason, gap.limit)
     reason = compiles(_spec(schema))
     if not reason:
         return None
     pointer = _Search(schema, compiles, reason).pointer() if isinstance(schema, Mapping) else ""
     return _error(pointer, reason)
-
-
-def _distinct_names(part: Mapping[str, Any]) -> float:
-    """How many different names a matching object has at least. The library counts properties: names of `required` are
-    written once, others may repeat, unless the schema lists them all."""
-    if part.get("additionalProperties") is False and not part.get("patternProperties"):
-        return math.inf
-    required = part.get("required")
-    return 1 + (len({one for one in required if isinstance(one, str)}) if isinstance(required, list) else 0)
 
 
 def too_deep(schema: Any) -> InvalidRequestError | None:

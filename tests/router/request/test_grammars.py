@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
 from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
+from router.request.schema_gaps import gap_of
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
 
@@ -58,6 +60,14 @@ def nested(levels: int) -> dict[str, Any]:
         ({"x-guidance": {"lenient": True}}, "/x-guidance"),
         ({"minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum"),
         ({"minProperties": 2}, "/minProperties"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum"),
+        ({"items": {"exclusiveMaximum": -1, "minimum": -1.5}}, "/items/exclusiveMaximum"),
+        (
+            {"exclusiveMinimum": 0, "allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": {"maximum": 0.1}}},
+            "/exclusiveMinimum",
+        ),
+        ({"pattern": '^[^"]*$'}, "/pattern"),
+        ({"patternProperties": {r"^[^\\/:]+$": {}}}, "/patternProperties"),
         ({"allOf": [{"required": ["a", "a"], "minProperties": 3}]}, "/allOf/0/minProperties"),
         (
             {"patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2},
@@ -94,6 +104,32 @@ def test_a_name_cannot_be_written_in_two_ways(tmp_path, schema, good, bad):
     assert matcher.validate_tokens(encoded) == len(encoded)
     encoded = Tokenizer.from_str(text).encode(bad, add_special_tokens=False).ids
     assert matcher.validate_tokens(encoded) < len(encoded)
+
+
+QUOTES = {'"': r'"\""', "\\": r'"\\"'}
+CLASSES = [
+    r'[^"]', r"[^\\]", r'[^"\\]', r'[^\n"]', r"[\x00-!]", r"[\x00-\x1f]", r"[^\w]", r"\W", r"\S", ".", r"\s",
+    r'[^\s"]',
+    r'[^\r\n"]', r"[^\x00-\x1f]", r'[^"\x00-\x1f]', r"[ -!#-~]", r"[^a]", r"[^\d]", r"(?<a>[^'\"])",
+    r"[\s\S]", r"a|[^,\"]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", CLASSES)
+def test_classes_that_the_library_widens_are_found(tmp_path, pattern):
+    """The library still has this fault, and no other class has it."""
+    text = (make_model_text(tmp_path) / "tokenizer.json").read_text()
+    tokenizer, encode = make_tokenizer(text, VOCAB, (2,)), Tokenizer.from_str(text).encode
+    accepted = set()
+    for char, answer in QUOTES.items():
+        schema = json.dumps({"type": "string", "pattern": f"^(?:{pattern})$"})
+        matcher = make_matcher(GrammarSpec("json_schema", schema), tokenizer)
+        encoded = encode(answer, add_special_tokens=False).ids
+        if matcher.validate_tokens(encoded) == len(encoded):
+            accepted.add(char)
+    python = pattern.replace("?<a>", "?P<a>")
+    wrong = any(re.fullmatch(python, char) is None for char in accepted)
+    assert (gap_of({"pattern": pattern}, {}) is not None) == wrong
 
 
 async def test_a_text_that_needs_an_escape_by_number_is_refused(checks):
