@@ -232,6 +232,7 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: waits for threads
         atexit._run_exitfuncs()
+        sys.stderr.flush()
         sys.stdout.flush()
     os._exit(code)
 
