@@ -50,7 +50,13 @@ def test_a_flood_of_markers_ends(at_once, monkeypatch):
 
     monkeypatch.setattr(GptOss, "_in_header", counted)
     flood = count * [SPECIAL["<|start|>"]]
-    message: list[str | int] = [SPECIAL["<|channel|>"], "final", SPECIAL["<|message|>"], "hi", SPECIAL["<|end|>"]]
+    message: list[str | int] = [
+        SPECIAL["<|channel|>"],
+        "final",
+        SPECIAL["<|message|>"],
+        "hi",
+        SPECIAL["<|end|>"],
+    ]
     parser = made("gpt_oss", "gpt_oss", False, SPECIAL)
     parts = [
         part for pieces in ([flood] if at_once else [[one] for one in flood]) for part in parser.feed(pieces)
