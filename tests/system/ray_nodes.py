@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,21 +87,29 @@ class RayNodes:
         wait_for(lambda: "Ray runtime started" in log.read_text(), START_SECONDS, f"Ray on {node}: {log}")
 
     def start_wide(self, worker_id: str) -> subprocess.Popen[bytes]:
-        """Start a decode worker with a rank on each node; its leader is on `one`."""
+        """Start a decode worker with a rank on each node; its leader is on `one`, and does not see Ray's
+        processes, which a pod has in another container."""
         engine = {**self.engine, "tensor_parallel": 2, "nodes": 2}
         config = {**self.common, "worker_id": worker_id, "ray_address": self.head, "engine": engine}
-        return self.baton("one", worker_id, "decode", config)
+        container = (sys.executable, "-m", "tests.system.own_processes")
+        return self.baton("one", worker_id, "decode", config, prefix=container)
 
     @property
     def engine(self) -> dict[str, Any]:
         return {"model": str(self.model), "dtype": "float32", "device": "cpu", "kv_memory_bytes": 4 << 20}
 
     def baton(
-        self, node: str, name: str, command: str, config: Mapping[str, Any], *more: str
+        self,
+        node: str,
+        name: str,
+        command: str,
+        config: Mapping[str, Any],
+        *more: str,
+        prefix: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
         file = self.directory / f"{name}.json"
         file.write_text(json.dumps(config))
-        words = [sys.executable, "-m", "baton", command, "--config", str(file), *more]
+        words = [*prefix, sys.executable, "-m", "baton", command, "--config", str(file), *more]
         ready = ["--ready-file", str(file.with_suffix(".ready"))]
         return self.network.start(node, [*words, *ready], self.log(name), self.of_node(node))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 
 from cluster.errors import SetupError
+from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.ray_head import call_ray, wait_for_head
 
 RETRY_SECONDS = 1.0
@@ -27,7 +32,7 @@ def connect_to_ray(address: str, seconds: float = START_SECONDS, stop: threading
         try:
             head = head_address(address)
             wait_for_head(head, deadline - time.monotonic(), stop)
-            call_ray(head, "connecting to Ray", lambda: _init(address), CONNECT_SECONDS, stop=stop)
+            call_ray(head, "connecting to Ray", partial(_init, address, head), CONNECT_SECONDS, stop=stop)
         except (ConnectionError, RuntimeError, ValueError) as error:
             if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
                 raise SetupError(
@@ -49,7 +54,44 @@ def head_address(address: str) -> str:
     return str(head)
 
 
-def _init(address: str) -> None:
+def _init(address: str, head: str) -> None:
     import ray
 
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    with _nodes_of_other_containers(head):
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+@contextlib.contextmanager
+def _nodes_of_other_containers(head: str) -> Iterator[None]:
+    """Ray 2.55 and later look for this machine's node among the processes only, and do not see one that runs in another
+    container of the pod (ray-project/ray#63923). The head knows it by its address."""
+    from ray._private import services
+
+    visible = services.find_node_ids
+    services.find_node_ids = lambda: visible() or _nodes_at_own_address(head)
+    try:
+        yield
+    finally:
+        services.find_node_ids = visible
+
+
+def _nodes_at_own_address(head: str) -> set[str]:
+    """Ids of nodes that live, as hexadecimal digits."""
+    from ray._raylet import GcsClient
+
+    nodes = GcsClient(address=head).get_all_node_info(timeout=RAY_HEAD_SILENT_SECONDS).values()
+    return {
+        one.node_id.hex()
+        for one in nodes
+        if one.state == one.ALIVE and _is_own_address(one.node_manager_address)
+    }
+
+
+def _is_own_address(address: str) -> bool:
+    """Whether a socket may have it here. What this machine calls its own needs a route to other networks, or a name."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
