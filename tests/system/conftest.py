@@ -45,7 +45,9 @@ def not_here() -> dict[Path, str]:
         for name in ("test_namespaces.py", "test_ray_nodes.py"):
             missing[HERE / name] = "no network namespaces, or no `ip`"
     if reason := why_not():
-        missing |= {HERE / "kubelet": reason, HERE / "helm_life" / "test_processes.py": reason}
+        life = HERE / "helm_life"
+        missing |= {HERE / "kubelet": reason, life / "test_processes.py": reason}
+        missing[life / "test_leader_worker_set.py"] = reason
     if (reason := reason or podman.why_not()) and not images_are_required():
         missing[HERE / "containers"] = reason
     if reason := image_probe.why_not():

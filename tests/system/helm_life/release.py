@@ -120,7 +120,7 @@ class Release:
 
         def left() -> list[str]:
             everything = server.objects_api.store.everything()
-            kinds = ("Namespace", "Node")
+            kinds = ("Namespace", "Node", "CustomResourceDefinition")
             return [f"{key.kind.name}/{key.name}" for key, _ in everything if key.kind.name not in kinds]
 
         wait_for(lambda: not left(), 120, f"no objects: {left()}")
