@@ -37,7 +37,10 @@ class RoundRobin(Generic[T]):
     def append_all(self, newer: RoundRobin[T]) -> None:
         """Add the items of another, which is not used any more, behind this one's. Looks at each owner of the other."""
         for owner, queue in newer._waiting.items():
-            self._waiting.setdefault(owner, deque()).extend(queue)
+            own = self._waiting.setdefault(owner, deque())
+            before = len(own)
+            own.extend(queue)
+            self._count(owner, before, len(own))
         self._items += len(newer)
 
     def pop(self) -> T:
@@ -83,5 +86,6 @@ class RoundRobin(Generic[T]):
                 del self._by_count[before]
         if now:
             self._by_count.setdefault(now, {})[owner] = None
-        if now > self._most or self._most not in self._by_count:  # that of one owner has changed, by one
+        # That of one owner has changed: it fell by one, or rose
+        if now > self._most or self._most not in self._by_count:
             self._most = now

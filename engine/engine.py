@@ -267,6 +267,7 @@ class Engine:
         scheduling has ended is returned."""
         began, self.step_items = self._clock(), []
         if self._masks.active:
+            self._masks.begin_step(self._step_seconds)
             self._masks.look(self._scheduler.waiting)
         decision = self._scheduler.schedule()
         counters = self._counters
@@ -285,12 +286,13 @@ class Engine:
         logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
+        left_out = list[tuple[Sequence, PlanItem, int]]()
         if masked:
-            plan, logits = self._leave_out_late(decision, plan, logits, masked)
+            plan, logits, left_out = self._leave_out_late(decision, plan, logits, masked)
         scores = self._runner.take_scores() if any(item.scored for item in plan.items) else []
         pooled = self._runner.take_pooled() if any(item.pooled for item in plan.items) else []
         pending = self._outputs.begin(decision, plan, logits)
-        return Flight(decision, plan, pending, output, logits, scores, pooled)
+        return Flight(decision, plan, pending, output, logits, scores, pooled, left_out=left_out)
 
     def _prepare_masks(self, decision: StepDecision) -> list[Sequence]:
         """Returns the sequences whose next tokens need masks."""
@@ -300,24 +302,25 @@ class Engine:
             self._masks.prepare(masked)
         else:
             choices = self._scheduler.requests.values()
-            self._masks.active = any(some[0].request.grammar is not None for some in choices)
+            used = any(some[0].request.grammar is not None for some in choices)
+            self._masks.active = used or self._masks.any_waits
         return masked
 
     def _leave_out_late(
         self, decision: StepDecision, plan: StepPlan, logits: Tensor, masked: Seq[Sequence]
-    ) -> tuple[StepPlan, Tensor]:
+    ) -> tuple[StepPlan, Tensor, list[tuple[Sequence, PlanItem, int]]]:
         """Leave out what waits for its mask: a later step computes that token again. Not those whose KV or scores are
-        handed on by then: the masks of prompts are filled before."""
+        handed on by then: the masks of prompts are filled before. Returns what the step computes all the same, too."""
         again = {
-            sequence
+            sequence: (sequence, item, len(decision.drafts.get(sequence, ())))
             for sequence, item in decision.own_items(plan)
             if not (item.export or item.scored or item.pooled) and len(item.token_ids) == 1
         }
-        late = self._masks.late([one for one in masked if one in again], self._step_seconds)
+        late = self._masks.late([one for one in masked if one in again])
         if not late:
-            return plan, logits
+            return plan, logits, []
         plan, rows = decision.leave_out(plan, late)
-        return plan, logits[rows]
+        return plan, logits[rows], [again[one] for one in late]
 
     def _may_follow(self, flight: Flight) -> bool:
         """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""
@@ -325,7 +328,7 @@ class Engine:
         return (
             self._overlap
             and not scheduler.waiting
-            and not self._masks.any_waits  # a step may leave those out, and nothing holds what it writes for them
+            and not self._masks.any_waits  # whose masks are looked for before a step
             and self._pool.num_free >= len(scheduler.running)  # one each, to grow or to copy
             and predictable(flight)
         )
@@ -341,7 +344,8 @@ class Engine:
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
         self._collected_at = self._clock()
-        seconds = self._step_seconds = self._collected_at - began
+        seconds = self._collected_at - began
+        self._step_seconds = seconds - self._masks.waited_seconds if self._masks.active else seconds
         self.step_times.add(flight.tokens, len(flight.decision.scheduled), seconds)
         self._drafter.step_ended(flight.decision, seconds, len(flight.output.tokens))
         if following is None:

@@ -8,12 +8,13 @@ launch 1 ─► launch 2 ─► collect 1 ─► launch 3 ─► collect 2 …
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
 from engine.cache.block_pool import BlockPool
 from engine.next_tokens import PendingTokens
-from engine.plan import StepPlan
+from engine.plan import PlanItem, StepPlan
 from engine.prompt_scores import Scores
 from engine.request import SamplingParams, StepOutput
 from engine.scheduler.decision import StepDecision
@@ -35,6 +36,8 @@ class Flight:
     # Sequences whose token before this step was drawn again: it has computed a wrong token for them.
     discarded: set[Sequence] = field(default_factory=set)
     held: dict[int, None] = field(default_factory=dict)  # blocks that it writes, of sequences that have left
+    # Items that it computes though they are not of its decision, and so many drafts behind each
+    left_out: list[tuple[Sequence, PlanItem, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -64,9 +67,11 @@ class Flight:
 
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
-        for sequence, item in self.decision.own_items(self.plan):
+        drafts = self.decision.drafts
+        own = ((s, item, len(drafts.get(s, ()))) for s, item in self.decision.own_items(self.plan))
+        for sequence, item, drafted in chain(own, self.left_out):
             if not sequence.blocks:
-                reached = item.end + len(self.decision.drafts.get(sequence, ()))
+                reached = item.end + drafted
                 first, end = item.begin // page, -(-reached // page)
                 written = [block for block in item.block_ids[first:end] if block not in self.held]
                 pool.retain(written, sequence.request.tenant)

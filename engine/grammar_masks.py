@@ -66,20 +66,26 @@ class _Filler:
 
     def _fill_next(self, masks: GrammarMasks) -> None:
         with self._lock:
+            if not self._waiting:  # the thread that has been given up has ended after all, and filled it
+                return
             sequence, future = self._waiting.pop()
             self._runs = future, time.monotonic()
-        try:
-            result, error = masks.filled(sequence), None
-        except EngineRequestError as failed:
-            result, error = None, failed
+        result: Words | None = None
+        error = EngineRequestError("the request has ended")
+        if sequence.state is not SequenceState.FINISHED:
+            try:
+                result = masks.filled(sequence)
+            except EngineRequestError as failed:
+                error = _without_frames(failed)
         with self._lock:
+            if self._runs is not None and self._runs[0] is future:
+                self._runs = None
             if future.done():  # given up
                 return
-            self._runs = None
-        if error is not None or result is None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            if result is None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
     def give_up(self, masks: GrammarMasks) -> None:
         """End a mask that takes too long, with an error; its thread is abandoned."""
@@ -94,12 +100,20 @@ class _Filler:
                     limit=f"{MASK_SECONDS:g} s",
                 )
             )
-            waiting = len(self._waiting)
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        for _ in range(waiting):
-            self._thread.submit(self._fill_next, masks)
+            if self._thread is not None:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, "grammar-masks")
+            for _ in range(len(self._waiting)):
+                self._thread.submit(self._fill_next, masks)
+
+
+def _without_frames(error: EngineRequestError) -> EngineRequestError:
+    """Its frames name the sequence, which would then live as long as the future that is kept for it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 class GrammarMasks:
@@ -113,6 +127,8 @@ class GrammarMasks:
         self._filling = WeakKeyDictionary[Sequence, Future[Words]]()
         self._waiting = WeakKeyDictionary[Sequence, None]()  # their flag `awaits_mask` is set
         self._filler = _Filler()
+        self._allowed = STEP_SECONDS
+        self.waited_seconds = 0.0  # of this step
 
     @property
     def any_waits(self) -> bool:
@@ -124,13 +140,20 @@ class GrammarMasks:
             if sequence not in self._filling:
                 self._filling[sequence] = self._filler.begin(self, sequence)
 
-    def late(self, sequences: Seq[Sequence], step_seconds: float) -> set[Sequence]:
-        """Wait for the masks of a step as long as a step may, of which the last one took so long. The sequences whose
-        masks are not there then wait for them: `look` ends that."""
+    def begin_step(self, last_seconds: float) -> None:
+        """`last_seconds`: what the last step took, but for waits for masks."""
+        self._allowed = max(STEP_SECONDS, STEP_PART * last_seconds)
+        self.waited_seconds = 0.0
+
+    def late(self, sequences: Seq[Sequence]) -> set[Sequence]:
+        """Wait for masks as long as the step may still wait. The sequences whose masks are not there then wait for them:
+        `look` ends that."""
         begun = {one: self._filling[one] for one in sequences if one in self._filling}
         filling = {future: one for one, future in begun.items() if not future.done()}
         if filling:
-            wait(filling, max(STEP_SECONDS, STEP_PART * step_seconds))
+            began = time.monotonic()
+            wait(filling, max(0.0, self._allowed - self.waited_seconds))
+            self.waited_seconds += time.monotonic() - began
         late = {one for future, one in filling.items() if not future.done()}
         for one in late:
             self._wait(one)
@@ -148,9 +171,12 @@ class GrammarMasks:
         self._filler.give_up(self)
         for sequence in list(self._waiting):
             future = self._filling.get(sequence)
-            if future is None or future.done():
-                sequence.awaits_mask = False
-                del self._waiting[sequence]
+            if sequence.state is SequenceState.FINISHED:
+                self._filling.pop(sequence, None)
+            elif future is not None and not future.done():
+                continue
+            sequence.awaits_mask = False
+            del self._waiting[sequence]
 
     def rest(self) -> bool:
         """Wait for one of the masks that sequences wait for, for REST_SECONDS. Returns whether there is one now."""
@@ -171,8 +197,6 @@ class GrammarMasks:
         """On the thread. Raises EngineRequestError."""
         followed = self._followed.get(sequence)
         try:
-            if sequence.state is SequenceState.FINISHED:
-                raise EngineRequestError("the request has ended")
             if followed is None:
                 followed = _Followed(self._compiled(sequence).matcher(), self._vocab)
                 self._followed[sequence] = followed

@@ -133,7 +133,7 @@ class OutputProcessor:
         accepted = dict.fromkeys(drafts, 0)
         live = list(drafts)
         while live := self._with_masks(
-            [s for s in live if self._accepts_draft(flight, s, drafts[s], accepted[s])], span
+            [s for s in live if self._accepts_draft(flight, s, drafts[s], accepted[s])]
         ):
             for sequence in live:
                 if flight.keeps(sequence):  # else another choice of its request has failed
@@ -150,12 +150,12 @@ class OutputProcessor:
                 self._drafter.record(sequence, len(tokens), accepted[sequence])
         self._scheduler.spare.release()
 
-    def _with_masks(self, live: list[Sequence], span: StepSpan) -> list[Sequence]:
+    def _with_masks(self, live: list[Sequence]) -> list[Sequence]:
         """Those whose next masks are there, or need none. For others this is the last token of the step."""
         if not (masked := [s for s in live if s.request.grammar is not None]):
             return live
         self._masks.prepare(masked)
-        late = self._masks.late(masked, span.ended - span.began)
+        late = self._masks.late(masked)
         return [s for s in live if s not in late]
 
     @staticmethod

@@ -248,7 +248,7 @@ class Scheduler:
         if budget <= 0:
             return budget
         for sequence in ordered:
-            if sequence.rests or sequence.state is not S.RUNNING:
+            if sequence.paused or sequence.awaits_mask or sequence.state is not S.RUNNING:
                 continue
             count = min(sequence.missing, budget)
             if self._grow(sequence, sequence.num_computed + count, decision):

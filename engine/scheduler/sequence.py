@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def rests(self) -> bool:
-        """No step computes it for now."""
+        """No step computes it for now. Loops over all running sequences look at both: a call for each costs more."""
         return self.paused or self.awaits_mask
 
     @property

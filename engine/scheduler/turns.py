@@ -35,7 +35,7 @@ def singles_and_chunks(running: Iterable[Sequence]) -> tuple[list[Sequence], lis
     """Those that lack a token, and those that lack several. Without those that rest."""
     singles, chunks = list[Sequence](), list[Sequence]()
     for s in running:
-        if not s.rests:
+        if not (s.paused or s.awaits_mask):
             (singles if len(s.tokens) - s.num_computed == 1 else chunks).append(s)
     return singles, chunks
 

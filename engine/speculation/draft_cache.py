@@ -23,7 +23,9 @@ class CachedSequence:
     drafted: list[int] = field(default_factory=list)  # the tokens whose KV is behind these
 
     def trim(self, tokens: list[int]) -> None:
-        """Keep the KV of tokens that the sequence has, its last token excepted: from that one the next is drafted."""
+        """Keep the KV of tokens that the sequence has, its last token excepted: from that one the next is drafted.
+        A sequence that was left out of the step after its drafts has no token more."""
+        self.length = min(self.length, len(tokens) - 1)
         for token in self.drafted:
             if self.length >= len(tokens) - 1 or token != tokens[self.length]:
                 break

@@ -72,7 +72,7 @@ def test_who_has_the_most_after_any_sequence() -> None:
     expected: dict[str, list[int]] = {owner: [] for owner in "abcd"}
     for number in range(2000):
         owner = rng.choice("abcd")
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0 | 1:
                 waiting.push(owner, number)
                 expected[owner].append(number)
@@ -84,6 +84,13 @@ def test_who_has_the_most_after_any_sequence() -> None:
                 most = next(one for one in expected.values() if item in one)
                 assert most[-1] == item and len(most) == max(map(len, expected.values()))
                 most.pop()
+            case 4 if number % 4 == 0:
+                newer: RoundRobin[int] = RoundRobin()
+                for more in rng.choices("abcd", k=rng.randrange(4)):
+                    number += 10_000
+                    newer.push(more, number)
+                    expected[more].append(number)
+                waiting.append_all(newer)
 
 
 def test_many_owners_do_not_make_the_search_for_the_most_slow() -> None:

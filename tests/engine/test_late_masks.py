@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.grammar.spec import GrammarSpec
 from engine import grammar_masks
+from engine.engine import Engine
+from engine.request import TokenOutput
 from engine.scheduler.decision import StepDecision
-from tests.engine.grammars import grammar_engine, grammar_request, json_schema, serve
+from tests.engine.draft_engines import DRAFT
+from tests.engine.grammars import (
+    GRAMMAR_CONTEXT,
+    RandomRunner,
+    grammar_engine,
+    grammar_request,
+    json_schema,
+    serve,
+)
+from tests.harness.model_text import VOCAB
 
 FOUR_DIGITS = GrammarSpec("regex", "[0-9]{4}")
 LIST = json_schema({"type": "array", "minItems": 4, "maxItems": 4, "items": {"enum": ["abcd", "abxy"]}})
@@ -122,3 +138,74 @@ def test_masks_of_requests_that_have_left_are_not_filled(model):
     gate.set()
     serve(engine)
     assert "gone" not in order and {"first", "last"} <= set(order)
+
+
+def test_a_draft_model_goes_on_after_a_late_mask(model):
+    """Its cache had the whole sequence, which had no token more: it failed, and speculation stayed off."""
+    settings = {"model": model, "context": GRAMMAR_CONTEXT, "vocab": VOCAB}
+    runner = RandomRunner(4000, draft_model=DRAFT, **settings)
+    engine = Engine(runner, runner.config, secret=b"g", draft=RandomRunner(4000, **settings))
+    engine._drafter.gate = None
+    late = watched_request(engine, "late", LIST, lambda: time.sleep(0.01), max_tokens=24, temperature=0.0)
+    answers = serve(engine, late, grammar_request("free", None, max_tokens=12, temperature=0.0))
+    assert answers.text("late") and engine.stats().draft_failures == 0
+    assert engine.stats().draft_tokens_accepted and engine._drafter.method is not None
+
+
+def test_blocks_that_a_step_writes_for_a_late_one_are_held(model):
+    """It was launched behind another step, and the device writes its KV although its token is not taken."""
+    engine, gate = grammar_engine(model, overlap="on"), threading.Event()
+    engine.add(grammar_request("free", None, max_tokens=200, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    late = watched_request(engine, "late", FOUR_DIGITS, lambda: gate.wait(1.0), output_tokens=[])
+    blocks = list(engine.reserve(late, [], 8).block_ids)
+    runner: Any = engine._runner
+    runner.store(blocks, 0, list(late.prompt_tokens))
+    engine.commit("late", [TokenOutput("late", 0, len(late.prompt_tokens), 19, 0.0, (), None)])
+    engine.step()
+    (item,) = [one for one in engine.step_items if one.request_id == "late"]
+    flight = engine._flight
+    assert flight is not None and "late" not in {s.request.request_id for s in flight.decision.scheduled}
+    engine.abort("late")
+    gate.set()
+    assert item.block_ids[item.begin // runner.page_size] in flight.held
+
+
+def test_nothing_is_kept_of_requests_that_left_while_they_waited(model):
+    """The error of a mask named its sequence, so each stayed, with its prompt and its grammar; and steps were no longer
+    launched ahead."""
+    engine, gate = grammar_engine(model, overlap="on"), threading.Event()
+    engine.add(watched_request(engine, "slow", FOUR_DIGITS, lambda: gate.wait(1.0)))
+    names = [f"gone {number}" for number in range(5)]
+    for name in names:
+        engine.add(watched_request(engine, name, FOUR_DIGITS, lambda: None))
+    engine.step()
+    left = [weakref.ref(engine._scheduler.requests[name][0]) for name in names]
+    for name in ("slow", *names):
+        engine.abort(name)
+    gate.set()
+    engine.add(grammar_request("free", None, max_tokens=20, ignore_eos=True))
+    serve(engine)
+    gc.collect()
+    assert not [one for one in left if one() is not None]
+    runner: Any = engine._runner
+    assert not engine._masks.any_waits and runner.ahead > 10
+
+
+def test_a_step_waits_once_for_all_its_masks(model, monkeypatch):
+    """Not once for each draft that it accepts."""
+    waits = list[float]()
+    monkeypatch.setattr(grammar_masks, "STEP_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_masks, "STEP_PART", 0.0)
+    monkeypatch.setattr(grammar_masks, "wait", lambda futures, seconds, **_: waits.append(seconds))
+    engine = grammar_engine(model)
+    masks: Any = engine._masks
+    sequence = object()
+    masks._filling = {sequence: Future()}
+    monkeypatch.setattr(masks, "_wait", lambda _: None)
+    clock = iter([0.0, 0.04, 1.0, 1.03])
+    monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    masks.begin_step(0.0)
+    assert masks.late([sequence]) == masks.late([sequence]) == {sequence}
+    assert waits == pytest.approx([0.05, 0.01])

@@ -68,7 +68,7 @@ def _nodes_of_other_containers(head: str) -> Iterator[None]:
     from ray._private import services
 
     visible = services.find_node_ids
-    services.find_node_ids = lambda: visible() or _nodes_at_own_address(head)
+    services.find_node_ids = lambda: visible() or _nodes_at_own_address(head)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def _nodes_of_other_containers(head: str) -> Iterator[None]:
 
 def _nodes_at_own_address(head: str) -> set[str]:
     """Ids of nodes that live, as hexadecimal digits."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     nodes = GcsClient(address=head).get_all_node_info(timeout=RAY_HEAD_SILENT_SECONDS).values()
     return {
