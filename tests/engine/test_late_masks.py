@@ -78,7 +78,12 @@ def test_late_answers_are_those_of_masks_in_time(model, monkeypatch, settings):
     monkeypatch.setattr(grammar_masks, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(grammar_masks, "STEP_PART", 0.0)
     draws, late, real = random.Random(1), list[int](), StepDecision.leave_out
-    monkeypatch.setattr(StepDecision, "leave_out", lambda *given: late.append(1) or real(*given))
+
+    def leave_out(decision, plan, sequences):
+        late.append(len(sequences))
+        return real(decision, plan, sequences)
+
+    monkeypatch.setattr(StepDecision, "leave_out", leave_out)
     assert answered(lambda: time.sleep(draws.choice([0, 0, 0.001]))) == expected
     assert late
 
