@@ -43,9 +43,10 @@ def model(tmp_path_factory):
 class Watched:
     """A compiled grammar; `before` is called before each of its masks is filled."""
 
+    size_bytes = 0
+
     def __init__(self, grammar, before):
         self._grammar, self._before = grammar, before
-        self.size_bytes = grammar.size_bytes
 
     def matcher(self):
         matcher, before = self._grammar.matcher(), self._before

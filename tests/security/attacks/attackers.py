@@ -68,6 +68,7 @@ EMBEDDINGS = 2
 EMBEDDING = ENDPOINTS["embedding"].body("", input=[[3864] * 4000] * 8)
 # Compiled in 0.4 s, and each is new
 GRAMMARS = 4
+SLOW_MASKS = 8
 FIELDS = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,50}[0-9]+$"} for i in range(300)}
 # As many entries as one request may have, which its worker and the router's loop make
 MAX_LOGPROBS = {"prompt": [1], "n": 16, "max_tokens": 740, "logprobs": 20, "ignore_eos": True}
@@ -285,6 +286,12 @@ class Attackers:
 
         await self._again("grammar", attack, 0.0)
 
+    async def _slow_masks(self) -> None:
+        """Each further token of an answer has more ways to be derived, so its mask takes longer."""
+        slow = {"guided_grammar": "start: e\ne: e e | e e e | /[a-z]/", "n": 16, "max_tokens": 300}
+        body = json.dumps({"prompt": "a", **slow}).encode()
+        await self._again("slow masks", lambda: self._post(self.first, "/v1/completions", body), 0.0)
+
     async def _large_answer(self) -> None:
         body = json.dumps(LARGE_ANSWER).encode()
         await self._again(
@@ -307,6 +314,7 @@ ATTACKS: dict[str, Callable[[Attackers], list[Coroutine[Any, Any, None]]]] = {
     "unread-answer": lambda one: [one._unread_answer() for _ in range(UNREAD)],
     "most-logprobs": lambda one: [one._most_logprobs(*call) for call in LARGE_CALLS],
     "grammar": lambda one: [one._grammar(f"{time.time()} {i}") for i in range(GRAMMARS)],
+    "slow-masks": lambda one: [one._slow_masks() for _ in range(SLOW_MASKS)],
     "adapters": lambda one: [one._adapters() for _ in range(CALLS)],
 }
 

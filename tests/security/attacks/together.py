@@ -36,7 +36,7 @@ CONTROL_SECONDS = 6.0
 # With start and stop
 SECONDS = PAIRS * (2 * STRETCH_SECONDS + 2 + REST_SECONDS) + CONTROL_SECONDS + 20
 # What is served and read is no attack but work, of which workers give each tenant its share: --alone shows what that costs
-ATTACKS_AT_ONCE = [name for name in ATTACKS if name not in ("most-logprobs", "embedding")]
+ATTACKS_AT_ONCE = [name for name in ATTACKS if name not in ("most-logprobs", "embedding", "slow-masks")]
 MAX_RATIO = 1.5
 MAX_MEMORY = 1 << 30
 # Computes for a share of each step, in turns of 5 ms: the shares come as JSON.
