@@ -70,7 +70,7 @@ def test_steps_do_not_wait_for_masks_of_others(model, monkeypatch):
     """Each of 128 sequences held the step for as long as its mask took: 9 s."""
     monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 60.0)
     engine, gate, filled = grammar_engine(model), threading.Event(), list[bool]()
-    slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: filled.append(gate.wait(5)), n=4)
+    slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: filled.append(gate.wait(30)), n=4)
     engine.add(slow)
     engine.add(grammar_request("free", None, max_tokens=20))
     tokens = 0
