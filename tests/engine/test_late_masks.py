@@ -185,13 +185,33 @@ def test_nothing_is_kept_of_requests_that_left_while_they_waited(model):
     left = [weakref.ref(engine._scheduler.requests[name][0]) for name in names]
     for name in ("slow", *names):
         engine.abort(name)
-    gate.set()
     engine.add(grammar_request("free", None, max_tokens=20, ignore_eos=True))
+    engine.step()
+    gate.set()
     serve(engine)
     gc.collect()
     assert not [one for one in left if one() is not None]
     runner: Any = engine._runner
     assert not engine._masks.any_waits and runner.ahead > 10
+
+
+def test_a_mask_that_has_failed_keeps_no_request_that_leaves(model):
+    """Its error names the frames in which it was raised."""
+
+    def fail():
+        raise ValueError("this grammar has no mask")
+
+    engine = grammar_engine(model)
+    engine.add(watched_request(engine, "failed", FOUR_DIGITS, fail))
+    (sequence,) = engine._scheduler.requests["failed"]
+    engine._masks.look([sequence])
+    while not engine._masks._filling[sequence].done():
+        time.sleep(0.001)
+    left = weakref.ref(sequence)
+    del sequence
+    engine.abort("failed")
+    gc.collect()
+    assert left() is None
 
 
 def test_a_step_waits_once_for_all_its_masks(model, monkeypatch):
