@@ -302,8 +302,7 @@ class Engine:
             self._masks.prepare(masked)
         else:
             choices = self._scheduler.requests.values()
-            used = any(some[0].request.grammar is not None for some in choices)
-            self._masks.active = used or self._masks.any_waits
+            self._masks.active = any(some[0].request.grammar is not None for some in choices)
         return masked
 
     def _leave_out_late(
