@@ -29,7 +29,7 @@ from tests.engine.grammars import (
     json_schema,
     serve,
 )
-from tests.harness.model_text import VOCAB
+from tests.harness.model_text import VOCAB, make_model_text
 from tests.harness.waiting import wait_for
 
 FOUR_DIGITS = GrammarSpec("regex", "[0-9]{4}")
@@ -38,7 +38,9 @@ LIST = json_schema({"type": "array", "minItems": 4, "maxItems": 4, "items": {"en
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
+    made = tmp_path_factory.mktemp("model")
+    make_model_text(made)
+    return made
 
 
 class Watched:
