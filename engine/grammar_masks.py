@@ -109,8 +109,10 @@ class _Filler:
 
 def _without_frames(error: EngineRequestError) -> EngineRequestError:
     """Its frames name the sequence, which would then live as long as the future that is kept for it."""
-    cause: BaseException | None = error
-    while cause is not None:
+    chain, cause = set[BaseException](), error.__cause__ or error.__context__
+    error.__traceback__ = None
+    while cause is not None and cause not in chain:  # an error that is raised from itself is its own cause
+        chain.add(cause)
         cause.__traceback__ = None
         cause = cause.__cause__ or cause.__context__
     return error
