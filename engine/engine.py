@@ -310,16 +310,13 @@ class Engine:
     ) -> tuple[StepPlan, Tensor, list[tuple[Sequence, PlanItem, int]]]:
         """Leave out what waits for its mask: a later step computes that token again. Not those whose KV or scores are
         handed on by then: the masks of prompts are filled before. Returns what the step computes all the same, too."""
-        again = {
-            sequence: (sequence, item, len(decision.drafts.get(sequence, ())))
-            for sequence, item in decision.own_items(plan)
-            if not (item.export or item.scored or item.pooled) and len(item.token_ids) == 1
-        }
-        late = self._masks.late([one for one in masked if one in again])
+        items = dict(decision.own_items(plan))
+        late = self._masks.late([one for one in masked if _may_be_left_out(items[one])])
         if not late:
             return plan, logits, []
+        left_out = [(one, items[one], len(decision.drafts.get(one, ()))) for one in late]
         plan, rows = decision.leave_out(plan, late)
-        return plan, logits[rows], [again[one] for one in late]
+        return plan, logits[rows], left_out
 
     def _may_follow(self, flight: Flight) -> bool:
         """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""
@@ -386,3 +383,7 @@ class Engine:
         held = self._flight.held if self._flight is not None else {}
         self._pool.check_integrity(Counter([*held, *(block for s in sequences for block in s.blocks)]))
         self._scheduler.rows.check_integrity(sequences)
+
+
+def _may_be_left_out(item: PlanItem) -> bool:
+    return not (item.export or item.scored or item.pooled) and len(item.token_ids) == 1

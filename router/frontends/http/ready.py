@@ -4,8 +4,8 @@ Opening a connection, and refusing or answering its first request, takes about 0
 that come at once, a client would wait for half a second. So connections whose first request has a valid key are opened by
 tenants in turns, all others by clients' addresses, one of either at a time.
 
-Where too many wait, the newest of who has the most is turned away. If all were left in the kernel's backlog instead, where
-there are no turns, everybody would wait behind a flood from one tenant or address.
+Where too many connections wait, the newest one of the tenant or address with the most is refused. In the kernel's backlog,
+which has no turns, every client would wait behind a flood from one tenant or address.
 """
 
 from __future__ import annotations
