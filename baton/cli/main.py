@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from typing import Annotated, NoReturn
 
@@ -98,6 +99,7 @@ app.add_typer(keys, name="keys", rich_help_panel="Security")
 
 def main() -> None:
     """Run a command. An error of ours, a missing extra or a full disk is one sentence on stderr and exit code 1."""
+    _end_by_sigterm_in_a_container()
     try:
         app()
     except BatonError as error:
@@ -112,6 +114,13 @@ def main() -> None:
         # Python writes what is left of the output when it exits, and would fail there once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+
+
+def _end_by_sigterm_in_a_container() -> None:
+    """The kernel delivers to a container's first process only signals that it handles: without this, a command that
+    handles none, or not yet, would stay until the pod's grace period is over."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def missing_extra(module: str | None) -> str | None:

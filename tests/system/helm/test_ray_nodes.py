@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.waiting import wait_for
 from tests.system.helm.rendering import Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 
@@ -209,3 +211,41 @@ def test_redis_restarts_with_rays_user_and_without_fault_tolerance_never(rendere
         == redis("leaderWorkerSet", kept=False)
         == redis("leaderWorkerSet", kept=True)
     )
+
+
+FIRST = (
+    ("multi-node", "decode", "ray"),
+    ("multi-node", "decode-ranks", "ray"),
+    ("leader worker set", "decode", "ray"),
+)
+
+
+def _first(renderer: Renderer, command: list[str]) -> list[str]:
+    """What is the first process of a container, without the command that it runs."""
+    python, flag, script, *rest = command
+    assert (python, flag) == ("python3", "-c") and rest[-1].startswith("--")
+    return [sys.executable, "-m", "tests.system.own_processes", sys.executable, flag, script]
+
+
+@pytest.mark.parametrize(("values", "component", "name"), FIRST)
+def test_a_node_that_is_not_connected_ends_by_sigterm(
+    renderer: Renderer, values: str, component: str, name: str, tmp_path: Path
+) -> None:
+    """The kernel gives a container's first process only signals that it handles, and `ray start` handles none at first."""
+    first = _first(renderer, _container(renderer, values, component, name)["command"])
+    started = tmp_path / "started"
+    with subprocess.Popen([*first, "sh", "-c", f"touch {started}; exec sleep 60"]) as process:
+        try:
+            wait_for(started.exists, 20, "it runs")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_a_node_ends_as_ray_does_and_keeps_no_zombies(renderer: Renderer, tmp_path: Path) -> None:
+    first = _first(renderer, _container(renderer, "multi-node", "decode", "ray")["command"])
+    # An orphan that ends before its first process does; then what is left of it is counted.
+    script = "(sleep 0.1 &) ; sleep 1; grep -l '^State:.Z' /proc/[0-9]*/status; exit 7"
+    done = subprocess.run([*first, "sh", "-c", script], capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (7, b"")

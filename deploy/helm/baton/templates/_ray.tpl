@@ -98,6 +98,28 @@
 {{- end }}
 {{- end -}}
 
+{{- /* Goes before the command of a container's first process, to which the kernel delivers only signals that it handles.
+       `ray start` handles SIGTERM once it is connected: a pod whose head is gone would stay until its grace period is over. */ -}}
+{{- define "baton.endedBySigterm" -}}
+- python3
+- -c
+- |
+  import os, signal, sys
+  child = 0
+  def end(*_):
+      if child:
+          os.kill(child, signal.SIGTERM)
+      else:
+          sys.exit(128 + signal.SIGTERM)
+  signal.signal(signal.SIGTERM, end)
+  child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+  while True:
+      ended, status = os.wait()  # also processes whose parents have ended
+      if ended == child:
+          code = os.waitstatus_to_exitcode(status)
+          sys.exit(code if code >= 0 else 128 - code)
+{{- end -}}
+
 {{- /* A Ray node beside a worker, or the place of its further ranks. Takes root, pool, role, image, resource, gpus; group (leader, rank)
        in a LeaderWorkerSet, of which each group is a Ray cluster of its own with its leader as head. */ -}}
 {{- define "baton.rayNode" -}}
@@ -105,18 +127,17 @@
   image: {{ .image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   {{- $group := .group | default "" }}
-  {{- if eq $group "rank" }}
   command:
+    {{- include "baton.endedBySigterm" . | nindent 4 }}
+    {{- if eq $group "rank" }}
     - python3
     - -c
     - |
       {{- include "baton.whenLeaderListens" . | nindent 6 }}
+    {{- end }}
     - ray
     - start
     - --block
-  {{- else }}
-  command: [ray, start, --block]
-  {{- end }}
   args:
     {{- if eq $group "leader" }}
     - --head
