@@ -14,6 +14,7 @@ from tests.kubernetes.kubelet.runtime import Plan
 from tests.kubernetes.kubelet.sandbox import Sandbox
 
 START_SECONDS = 20.0
+LOOK_SECONDS = 0.005
 
 
 class Processes:
@@ -36,8 +37,10 @@ class Container:
         self.plan = plan
         plan.root.scratch.mkdir(parents=True, exist_ok=True)
         script = plan.log.with_suffix(".sh")
+        made = plan.log.with_suffix(".made")
+        made.unlink(missing_ok=True)
         script.write_text(
-            plan.root.script(plan.command, plan.environment, plan.identity, plan.directory or "/")
+            plan.root.script(plan.command, plan.environment, plan.identity, plan.directory or "/", made)
         )
         script.chmod(0o600)
         enter = ["nsenter", "-t", str(pause), "-n", "-i", "-u"]
@@ -50,6 +53,10 @@ class Container:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # Earlier there is no place to run a hook in, and no process that a signal could end.
+        end = time.monotonic() + START_SECONDS
+        while not made.exists() and self._process.poll() is None and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
         self.started_at = time.time()
 
     @property

@@ -53,8 +53,14 @@ class RootFs:
     read_only: bool
 
     def script(
-        self, command: Sequence[str], environment: Mapping[str, str], identity: Identity, directory: str
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        identity: Identity,
+        directory: str,
+        made: Path,
     ) -> str:
+        """A shell script that makes the root and runs the command in it. It creates the file `made` in between."""
         here = shlex.quote(str(self.scratch))
         lines = [
             "set -e",
@@ -84,6 +90,7 @@ class RootFs:
         start += [f"{name}={value}" for name, value in environment.items()]
         # The command is looked for in the container's own PATH.
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', directory, *command]
+        lines.append(f"touch {shlex.quote(str(made))}")
         lines.append(f"exec chroot {here}/root {shlex.join(start)} {shlex.join(inside)}")
         return "\n".join(lines) + "\n"
 

@@ -183,7 +183,7 @@ def test_leader_and_ranks_are_those_of_the_stateful_sets(renderer: Renderer, gro
 def test_a_rank_starts_its_node_when_the_leader_listens(group: dict[str, Pod], tmp_path: Path) -> None:
     """Without waiting its container would end, and every restart of one restarts the group."""
     (rank,) = group["decode-ranks"].containers
-    _, _, _, python, flag, script, *ray = rank["command"]
+    _, _, _, _, python, flag, script, *ray = rank["command"]
     assert (python, flag, ray) == ("python3", "-c", ["ray", "start", "--block"])
     with socket.create_server((HERE, 0)) as free:
         port = free.getsockname()[1]

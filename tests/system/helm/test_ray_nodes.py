@@ -222,9 +222,9 @@ FIRST = (
 
 def _first(renderer: Renderer, command: list[str]) -> list[str]:
     """What is the first process of a container, without the command that it runs."""
-    python, flag, script, *rest = command
-    assert (python, flag) == ("python3", "-c") and rest[-1].startswith("--")
-    return [sys.executable, "-m", "tests.system.own_processes", sys.executable, flag, script]
+    python, bare, flag, script, *rest = command
+    assert (python, bare, flag) == ("python3", "-IS", "-c") and rest[-1].startswith("--")
+    return [sys.executable, "-m", "tests.system.own_processes", sys.executable, bare, flag, script]
 
 
 @pytest.mark.parametrize(("values", "component", "name"), FIRST)

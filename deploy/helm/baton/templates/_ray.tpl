@@ -102,6 +102,7 @@
        `ray start` handles SIGTERM once it is connected: a pod whose head is gone would stay until its grace period is over. */ -}}
 {{- define "baton.endedBySigterm" -}}
 - python3
+- -IS
 - -c
 - |
   import os, signal, sys
