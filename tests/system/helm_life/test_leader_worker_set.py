@@ -25,7 +25,7 @@ from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.load import OPTIONS, prompt
 from tests.system.helm_life.release import MODEL, Release, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 VALUES = (
     "ray.mode=none,multiNode.by=leaderWorkerSet,decode.nodes=2,decode.tensorParallel=2,"
     "decode.replicas=1,router.replicas=1"
@@ -95,7 +95,7 @@ def test_a_lost_rank_creates_its_group_again(release: Release) -> None:
             pods.is_ready(pod) and pod["metadata"]["uid"] != before[name] for name, pod in now.items()
         )
 
-    wait_for(is_new, 120, "both pods are new")
+    wait_for(is_new, 180, "both pods are new")
     wait_for(lambda: len(release.workers()) == 2, 30, "a worker of each role is registered")
     assert is_exact(release)
 
