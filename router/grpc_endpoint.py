@@ -53,6 +53,8 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         ("grpc.server_handshake_timeout_ms", math.ceil(config.header_seconds * 1000)),
+        # The limit of metadata holds once the client has acknowledged it: until then gRPC takes 16 MiB for each call.
+        ("grpc.http2.settings_timeout", math.ceil(config.header_seconds * 1000)),
         # Refusing takes a stream too: a few more than may be served.
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
         *pending_calls(max(MIN_PENDING_CALLS, config.max_concurrent_requests)),
