@@ -77,7 +77,7 @@ def test_further_calls_are_left_out_where_one_is_wanted():
             begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
             return [*begun, ContentText("x")]
 
-        def end(self):
+        def end(self, *, cut=False):
             return [CallArguments(1, "{}")]
 
     class Parsed(Formats):
