@@ -15,7 +15,8 @@ from cluster.errors import InvalidRequestError, ModelError, OverloadedError, Uns
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
-from router.request.grammar_trial import NO_LINE_END, RETRY_SECONDS, GrammarTrials
+from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
+from router.request.grammar_verdict import NO_LINE_END
 from router.text import written_numbers
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')

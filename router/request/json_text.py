@@ -11,8 +11,9 @@ from router.request.fields import refuse
 from router.request.json_scan import JsonScan
 from router.text import written_numbers
 
-
-INVALID_JSON = "INVALID_JSON"  # of an object that stands for a text which is none; coding agents know this name
+INVALID_JSON = (
+    "INVALID_JSON"  # of an object that stands for a text which is none; coding agents know this name
+)
 
 
 class JsonTexts:
@@ -30,9 +31,9 @@ class JsonTexts:
         return value
 
     def arguments(self, text: str, field: str) -> dict[str, Any]:
-        """Parse the arguments of an earlier call, whose numbers templates write as they are in `text`. What is no object, as
-        where `max_tokens` cut it, is the one member of an object. Raises InvalidRequestError naming `field` if it exceeds a
-        limit."""
+        """Parse the arguments of an earlier call, whose numbers templates write as they are in `text`. What is no object,
+        as where `max_tokens` cut it, is the one member of an object. Raises InvalidRequestError naming `field` if it
+        exceeds a limit."""
         if not text:
             return {}
         value = self._parsed(text, field, as_written=True)

@@ -95,7 +95,9 @@ class Views:
         caller = caller_of(request)
         of_name, every = self._all()
         if asks_as_anthropic(request):
-            return _json(shown_list(orjson.loads(one) for name, one in of_name.items() if caller.may_name(name)))
+            return _json(
+                shown_list(orjson.loads(one) for name, one in of_name.items() if caller.may_name(name))
+            )
         if caller.models:
             every = _list([one for name, one in of_name.items() if caller.may_name(name)])
         return _encoded(every)

@@ -180,7 +180,9 @@ def test_the_text_of_a_schema_is_read_as_the_schema_itself():
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
 def test_a_schema_has_finite_numbers(number):
     """None becomes null, which other answers match. A text names the place; a client's own objects have no text."""
-    with pytest.raises(ValueError, match=r"too large for a float" if "e" in number else r"JSON schema.*column 17"):
+    with pytest.raises(
+        ValueError, match=r"too large for a float" if "e" in number else r"JSON schema.*column 17"
+    ):
         json_spec(f'{{"enum": [null, {number}]}}')
     with pytest.raises(ValueError, match="too large for a float, or none"):
         json_spec({"items": {"enum": [None, float(number)]}})

@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-VERSION = "anthropic-version"  # a header that these clients always send
+VERSION_HEADER = "anthropic-version"  # a header that these clients always send
 
 
 def asks_as_anthropic(request: Request) -> bool:
     """Of a path that clients of both kinds use."""
-    return VERSION in request.headers
+    return VERSION_HEADER in request.headers
 
 
 def shown_model(model: Mapping[str, Any]) -> dict[str, Any]:

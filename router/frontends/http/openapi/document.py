@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
-from router.frontends.http.anthropic.models import VERSION
+from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.embeddings import EmbeddingRequest
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
@@ -144,7 +144,9 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/tokenize": {"post": _tokenize(keys)},
         "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
         "/v1/models": {
-            "get": _get("models", "The served models", either(ref("ModelList"), ref("MessageModelList")), keys)
+            "get": _get(
+                "models", "The served models", either(ref("ModelList"), ref("MessageModelList")), keys
+            )
             | {"parameters": [_VERSION]}
         },
         "/v1/models/{model}": {
@@ -276,7 +278,7 @@ def _event(schema: str) -> Schema:
 
 
 _VERSION = {
-    "name": VERSION,
+    "name": VERSION_HEADER,
     "in": "header",
     "required": False,
     "description": "with any value: models and errors are shown in Anthropic's form",

@@ -73,7 +73,10 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
 
 async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:
     here = two_models(gateway)
-    async with served(here) as url, anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client:
+    async with (
+        served(here) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
+    ):
         listed = await client.models.list(limit=1)
         assert [(one.id, one.type, one.display_name) for one in listed.data] == [
             ("tiny", "model", "tiny"),
@@ -88,7 +91,10 @@ async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:
             await client.models.retrieve("no")
         assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
     only = two_models(gateway, Caller("one", models=frozenset({"second"})))
-    async with served(only) as url, anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client:
+    async with (
+        served(only) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
+    ):
         assert [one.id async for one in client.models.list()] == ["second"]
 
 

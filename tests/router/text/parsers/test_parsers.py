@@ -161,11 +161,15 @@ def test_a_cut_call_is_no_content(example, special, demanded):
     tools, reasoning, text, calls = example
     pieces = [one for piece in (with_markers(text) if special else [text])
               for one in (piece if isinstance(piece, str) else [piece])]  # fmt: skip
-    opens = next((one for one in ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|channel|>") if one in text), "")
+    opens = next(
+        (one for one in ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|channel|>") if one in text), ""
+    )
     opens = "to=" if text.lstrip().startswith("to=") else opens
     begun = -1
     for length in range(len(pieces) + 1):
-        parser = made(tools, reasoning, False, SPECIAL if special else {}, called=["f", "g"], demanded=demanded)
+        parser = made(
+            tools, reasoning, False, SPECIAL if special else {}, called=["f", "g"], demanded=demanded
+        )
         _, content, found = read(parser, pieces[:length], cut=True)
         # A marker that is spelled out is content until it is whole, where the answer may be something else
         if found or demanded or not (opens and opens.startswith(content.strip())):
