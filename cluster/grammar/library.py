@@ -110,7 +110,7 @@ def library_text(spec: GrammarSpec) -> str:
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
             case "lark":
                 return LLMatcher.grammar_from_lark(spec.text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise _refused(str(error)) from error
 
 

@@ -109,6 +109,13 @@ def test_calls_without_a_grammar_leave_the_answer_alone():
     assert refused.grammar == ASKED and refused.checks == (ASKED,)
 
 
+def test_a_plan_of_many_tools_compares_no_schemas(monkeypatch):
+    """It is made on the event loop."""
+    monkeypatch.setattr(Tool, "__eq__", None)
+    many = [Tool(f"f{i}", None, {"type": "object", "title": str(i)}, strict=True) for i in range(128)]
+    assert len(planned(tools=many).checks) == 129
+
+
 def test_a_grammar_begins_after_reasoning():
     plan = planned(ASKED)
     assert plan.grammar == RequestedGrammar("response_format", AFTER_REASONING)
