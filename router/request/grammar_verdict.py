@@ -71,8 +71,10 @@ def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:
         allowed = [
             8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1
         ]
-        if matcher.is_error() or not allowed:
+        if matcher.is_error():
             return f"it allows no token: {_reason(matcher)}", ""
+        if not allowed:
+            return "it allows no token: no answer ever ends that matches it", ""
         filled = time.process_time()
         followed = matcher.consume_tokens([draws.choice(allowed)])
         if matcher.is_error():

@@ -78,6 +78,7 @@ class ToolCall(RequestModel):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+    objects = frozenset({"function"})
 
 
 def _calls(value: object) -> list[Any] | None:

@@ -197,3 +197,10 @@ def test_a_demanded_call_is_no_content_from_its_first_character():
             parser = made(tools, "", False, called=["f"], demanded=True)
             if text[0] == {"hermes": "<", "mistral": "[", "llama3_json": "{"}[tools]:
                 assert read(parser, [text], cut=True) == ("", "", [])
+
+
+def test_reasoning_that_is_cut_in_its_marker_is_no_answer_of_a_grammar():
+    for text in ("<", "<thi", " <think"):
+        for bound in ({"names": ["f"]}, {"demanded": True}):
+            assert read(made("hermes", "think", False, **bound), [text], cut=True) == ("", "", [])
+        assert read(made("hermes", "think", False), [text], cut=True) == ("", text, [])
