@@ -39,7 +39,7 @@ class JsonTexts:
         value = self._parsed(text, field, as_written=True)
         return value if isinstance(value, dict) else {INVALID_JSON: text}
 
-    def _parsed(self, text: str, field: str, *, as_written: bool) -> object:
+    def _parsed(self, text: str, field: str, *, as_written: bool) -> Any:
         """None: it is not valid JSON."""
         deepest, most = self._limits.max_json_depth, self._limits.max_json_elements
         raw, scan = text.encode(errors="surrogatepass"), JsonScan()

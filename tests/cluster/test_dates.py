@@ -76,7 +76,7 @@ def test_a_time_can_be_read(tokenizer: Any) -> None:
     assert accepted(tokenizer, time, "23:59:59Z") and not accepted(tokenizer, time, "23:59:60Z")
 
 
-PLACES = {
+PLACES: dict[str, tuple[dict[str, Any], Any]] = {
     "property": ({"type": "object", "properties": {"a": DAY}, "required": ["a"]}, lambda text: {"a": text}),
     "item": ({"type": "array", "items": DAY}, lambda text: [text]),
     "reference": ({"$ref": "#/$defs/Day", "$defs": {"Day": DAY}}, lambda text: text),

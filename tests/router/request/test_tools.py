@@ -120,7 +120,11 @@ def test_http_and_grpc_read_the_same():
             "messages[0].tool_calls[0].function.name",
         ),
         (
-            {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}]},
+            {
+                "messages": [
+                    {**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}
+                ]
+            },
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
