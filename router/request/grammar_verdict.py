@@ -18,6 +18,7 @@ from router.request import schema_walk
 MASK_SECONDS = 0.1  # of CPU time, for one token
 WALK_TOKENS = 8
 WALK_SECONDS = 0.25
+_NO_END = "NoExtensionBias"  # the library's word
 # Before a grammar in Lark's syntax: it is to be refused if a match may begin with a line end. No grammar has this
 # character.
 NO_LINE_END = "\0"
@@ -71,10 +72,8 @@ def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:
         allowed = [
             8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1
         ]
-        if matcher.is_error():
+        if matcher.is_error() or not allowed:
             return f"it allows no token: {_reason(matcher)}", ""
-        if not allowed:
-            return "it allows no token: no answer ever ends that matches it", ""
         filled = time.process_time()
         followed = matcher.consume_tokens([draws.choice(allowed)])
         if matcher.is_error():
@@ -87,4 +86,5 @@ def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:
 
 
 def _reason(matcher: Any) -> str:
-    return reason_of(matcher).splitlines()[0][:200]
+    reason = reason_of(matcher).splitlines()[0][:200]
+    return "no answer ever ends that matches it" if reason == _NO_END else reason
