@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import InvalidRequestError, ModelError
+from cluster.grammar.dates import with_real_dates
 from cluster.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def library_text(spec: GrammarSpec) -> str:
     try:
         match spec.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(_object_schema(spec.text), overrides=_overrides())
+                schema = with_real_dates(_object_schema(spec.text))
+                return LLMatcher.grammar_from_json_schema(schema, overrides=_overrides())
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
@@ -108,7 +110,7 @@ def library_text(spec: GrammarSpec) -> str:
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
             case "lark":
                 return LLMatcher.grammar_from_lark(spec.text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise _refused(str(error)) from error
 
 

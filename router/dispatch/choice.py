@@ -109,7 +109,7 @@ class ChoiceStream:
         finish, self.finish = self.finish, None
         parts = marked.passed(text, marker)
         if finish is not None:
-            parts += marked.end()
+            parts += marked.end(cut=finish == "length" or self._stop.stopped)
         cut = self._stop.stopped and marked.unfinished  # by a stop string: no call that could be carried out
         self.finish = "tool_calls" if finish == "stop" and marked.called and not cut else finish
         return Delta(self._shown_as, text, (token,), self.finish, parts, self._stop.found)

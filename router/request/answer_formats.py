@@ -72,8 +72,16 @@ class ModelFormats:
         if not tools and not self.reasoning_parser:
             return None
         opened = is_opened(GPT_OSS if tools == GPT_OSS else self.reasoning_parser, rendered)
-        names = [one.name for one in conversation.callable] if constrained else None
-        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special, names=names)
+        names = [one.name for one in conversation.callable]
+        return format_of(
+            tools,
+            self.reasoning_parser,
+            opened=opened,
+            special=self._special,
+            names=names if constrained else None,
+            called=names,
+            demanded=conversation.must_call,
+        )
 
     def tool_grammar(
         self, conversation: Conversation, rendered: str, answer: GrammarSpec | None

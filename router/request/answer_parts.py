@@ -42,14 +42,15 @@ Part: TypeAlias = ReasoningText | ContentText | CallBegin | CallArguments
 
 class AnswerParser(Protocol):
     """Parses one choice. Text that is not a complete call stays content: nothing the model wrote is lost, except for the
-    markers of the format and white space around them."""
+    markers of the format and white space around them, and for what an answer that was cut has of a call."""
 
     def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
         """Parse further pieces: text, or the id of a marker, a special token that the format uses and that has no text."""
         ...
 
-    def end(self) -> Sequence[Part]:
-        """The parts of what was held back, at the end of the choice."""
+    def end(self, *, cut: bool = False) -> Sequence[Part]:
+        """The parts of what was held back, at the end of the choice. `cut`: the model did not end it. A call that it was
+        writing is then a call as far as it has come, if its name is whole, and otherwise nothing: no content."""
         ...
 
     @property

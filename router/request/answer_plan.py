@@ -12,7 +12,7 @@ from router.request.completion import ParserSource
 from router.request.fields import refuse
 from router.request.first_call import FirstCall
 from router.request.grammars import RequestedGrammar, json_spec
-from router.text.conversation import Conversation, Tool
+from router.text.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def _demanding(conversation: Conversation) -> str:
 
 def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
     """Schemas of the arguments that a grammar contains."""
-    wanted: Sequence[Tool] = conversation.callable
+    wanted = {tool.name for tool in conversation.callable}  # a Tool compares its whole schema
     return [
         RequestedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
         for index, tool in enumerate(conversation.tools)
-        if tool.parameters is not None and tool in wanted and (conversation.must_call or tool.strict)
+        if tool.parameters is not None and tool.name in wanted and (conversation.must_call or tool.strict)
     ]

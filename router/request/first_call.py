@@ -34,8 +34,8 @@ class _Parser:
     def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
         return self._without_later(self._inner.feed(pieces))
 
-    def end(self) -> Sequence[Part]:
-        return self._without_later(self._inner.end())
+    def end(self, *, cut: bool = False) -> Sequence[Part]:
+        return self._without_later(self._inner.end(cut=cut))
 
     @property
     def called(self) -> bool:

@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import random
 import resource
 import select
 import signal
@@ -29,10 +28,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-from cluster.errors import BatonError, DrainingError, OverloadedError
-from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
+from cluster.errors import DrainingError, OverloadedError
+from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec
-from router.request import schema_walk
+from router.request.grammar_verdict import tried
 
 CPU_SECONDS = 1.0  # of a grammar: compiling, and the search for the place of a fault
 TOTAL_CPU_SECONDS = 3.0  # of all grammars of a request
@@ -43,16 +42,10 @@ HANG_SECONDS = 3.0  # the library may hang where memory ends: a process that sle
 WALL_SECONDS = 8.0  # a process that still works then has too little of a processor
 STACK_BYTES = 1 << 20  # threads have 2 MiB or more
 MEMORY_BYTES = 192 << 20  # more than the server has
-MASK_SECONDS = 0.1  # of CPU time, for one token
-WALK_TOKENS = 8
-WALK_SECONDS = 0.25
 SERVER_SECONDS = 60.0  # with reading the tokenizer; only a server that hangs takes longer
 NICE = 5  # beside the router's own work: a third of its share of a processor that both want
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 2.0
-# Before a grammar in Lark's syntax: it is to be refused if a match may begin with a line end. No grammar has this
-# character.
-NO_LINE_END = "\0"
 _NO_VERDICT = "no verdict"
 _TOO_MUCH = "it takes too much time, memory or depth"
 # What a grammar does to the process that compiles it. Any other signal comes from outside.
@@ -343,71 +336,6 @@ def _leave_server() -> None:
     # What the library says before it is aborted is the client's doing, and not worth a log's line.
     for inherited in (0, 1, 2):
         os.dup2(devnull, inherited)
-
-
-def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
-    """Why the grammar is refused, and the limit that it exceeds."""
-    if spec.kind == "lark" and spec.text.startswith(NO_LINE_END):
-        return _line_end(tokenizer, GrammarSpec("lark", spec.text.removeprefix(NO_LINE_END)))
-
-    def compiles(one: GrammarSpec) -> str:
-        try:
-            make_matcher(one, tokenizer)
-        except BatonError as error:
-            return error.message.removeprefix("grammar: ")
-        return ""
-
-    if spec.kind == "json_schema":
-        refused = schema_walk.why_not(json.loads(spec.text), compiles)
-        if refused is not None:
-            return refused.message, refused.limit
-    elif reason := compiles(spec):
-        return reason, ""
-    try:
-        return _walked(make_matcher(spec, tokenizer), spec)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        return "the library fails on it", ""
-
-
-def _line_end(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
-    """Of the grammar within another one: what it ignores may be there before a match, and not at an answer's begin."""
-    within = f'start: "x" answer\nanswer: %lark {{\n{spec.text}\n}}\n'
-    try:
-        matcher = make_matcher(GrammarSpec("lark", within), tokenizer)
-    except BatonError as error:
-        return error.message, ""
-    if not matcher.consume_tokens(tokenizer.tokenize_str("x")):
-        return reason_of(matcher), ""
-    line_end = tokenizer.tokenize_str("\n")
-    return ("a line end may be its first character", "") if matcher.validate_tokens(line_end) else None
-
-
-def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:
-    """The first masks, along tokens that are drawn at random."""
-    draws, began = random.Random(spec.key), time.process_time()
-    for _ in range(WALK_TOKENS):
-        before = time.process_time()
-        bits = matcher.compute_bitmask()
-        allowed = [
-            8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1
-        ]
-        if matcher.is_error() or not allowed:
-            return f"it allows no token: {_reason(matcher)}", ""
-        filled = time.process_time()
-        followed = matcher.consume_tokens([draws.choice(allowed)])
-        if matcher.is_error():
-            return f"a token that it allows cannot be followed: {_reason(matcher)}", ""
-        if time.process_time() - before > MASK_SECONDS:
-            return "the tokens that it allows take too long to find", f"{MASK_SECONDS:g} s for a token"
-        if not followed or matcher.is_stopped() or filled - began > WALK_SECONDS:
-            return None
-    return None
-
-
-def _reason(matcher: Any) -> str:
-    return reason_of(matcher).splitlines()[0][:200]
 
 
 if __name__ == "__main__":

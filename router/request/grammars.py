@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,14 @@ from cluster.errors import InvalidRequestError, ModelError, OverloadedError, Uns
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
-from router.request.grammar_trial import NO_LINE_END, RETRY_SECONDS, GrammarTrials
+from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
+from router.request.grammar_verdict import NO_LINE_END
+from router.text import written_numbers
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered
 CHECK_SECONDS = 10.0
+_NOT_FINITE = "has a number that is too large for a float, or none"
 
 
 @dataclass(frozen=True)
@@ -193,14 +197,33 @@ def json_spec(schema: object) -> GrammarSpec:
             raise ValueError(reason)
         try:
             schema = orjson.loads(schema)
-        except ValueError:
-            raise ValueError("must be a JSON schema") from None
+        except orjson.JSONDecodeError as error:
+            if written_numbers.is_too_large(error):
+                raise ValueError(_NOT_FINITE) from None
+            raise ValueError(f"must be a JSON schema, or its text: {error}") from None
     if not isinstance(schema, Mapping | bool):
         raise ValueError("must be a JSON schema: an object, true or false")
     try:
-        return spec_of("json_schema", orjson.dumps(schema).decode())
+        text = orjson.dumps(schema).decode()
     except TypeError:
         raise ValueError("is nested too deeply, or has a value that JSON does not have") from None
+    if "null" in text and _has_infinite(schema):  # which became null
+        raise ValueError(_NOT_FINITE)
+    return spec_of("json_schema", text)
+
+
+def _has_infinite(schema: object) -> bool:
+    """Whether a number in it is infinite or none."""
+    waiting = [schema]
+    while waiting:
+        match waiting.pop():
+            case Mapping() as members:
+                waiting += members.values()
+            case list() as items:
+                waiting += items
+            case float(number) if not math.isfinite(number):
+                return True
+    return False
 
 
 def choice_spec(texts: object) -> GrammarSpec:

@@ -11,6 +11,10 @@ from router.request.fields import refuse
 from router.request.json_scan import JsonScan
 from router.text import written_numbers
 
+INVALID_JSON = (
+    "INVALID_JSON"  # of an object that stands for a text which is none; coding agents know this name
+)
+
 
 class JsonTexts:
     """The texts of one request, which together have no more elements than a body may have."""
@@ -19,9 +23,24 @@ class JsonTexts:
         self._limits = limits
         self._elements = 0
 
-    def object(self, text: str, field: str, *, as_written: bool = False) -> dict[str, Any]:
-        """Parse a JSON object. `as_written`: templates write its numbers as they are in `text`. Raises InvalidRequestError
-        naming `field`."""
+    def object(self, text: str, field: str) -> dict[str, Any]:
+        """Parse a JSON object. Raises InvalidRequestError naming `field`."""
+        value = self._parsed(text, field, as_written=False)
+        if not isinstance(value, dict):
+            raise refuse(field, "must be the text of a JSON object")
+        return value
+
+    def arguments(self, text: str, field: str) -> dict[str, Any]:
+        """Parse the arguments of an earlier call, whose numbers templates write as they are in `text`. What is no object,
+        as where `max_tokens` cut it, is the one member of an object. Raises InvalidRequestError naming `field` if it
+        exceeds a limit."""
+        if not text:
+            return {}
+        value = self._parsed(text, field, as_written=True)
+        return value if isinstance(value, dict) else {INVALID_JSON: text}
+
+    def _parsed(self, text: str, field: str, *, as_written: bool) -> Any:
+        """None: it is not valid JSON."""
         deepest, most = self._limits.max_json_depth, self._limits.max_json_elements
         raw, scan = text.encode(errors="surrogatepass"), JsonScan()
         scan.read(raw)
@@ -36,9 +55,8 @@ class JsonTexts:
         except orjson.JSONDecodeError as error:
             if written_numbers.is_too_large(error):
                 raise refuse(field, "has a number that is too large for a float") from None
-            value = None
         except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise refuse(field, "must be the text of a JSON object")
-        return value
+            pass
+        else:
+            return value
+        return None

@@ -78,6 +78,7 @@ class ToolCall(RequestModel):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+    objects = frozenset({"function"})
 
 
 def _calls(value: object) -> list[Any] | None:
@@ -148,7 +149,7 @@ def _call(value: object, name: str, limits: FieldLimits, texts: JsonTexts) -> di
 
 def template_call(call_id: str, name: str, arguments: str, field: str, texts: JsonTexts) -> dict[str, Any]:
     """A call of an assistant's message, with arguments as an object, as chat templates read it."""
-    values = texts.object(arguments, f"{field}.arguments", as_written=True) if arguments else {}
+    values = texts.arguments(arguments, f"{field}.arguments")
     function = {"name": check_called(name, f"{field}.name"), "arguments": values}
     return {"id": call_id, "type": "function", "function": function}
 

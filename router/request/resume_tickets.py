@@ -56,9 +56,9 @@ class Tickets:
         valid = self._is_valid(completion, name)
         if completion.resume_tokens and not valid:
             raise InvalidRequestError(
-                "resume_ticket: resume_tokens require the ticket and the seed of this request's first event, at most "
-                f"{self._seconds:.0f} s old, the same options, and a router with the same tool_parser and "
-                "reasoning_parser; or send the request again without resume_tokens",
+                "resume_ticket: resume_tokens require the ticket, the seed and the request_id of this request's first "
+                f"event, at most {self._seconds:.0f} s old, the same options, and a router with the same tool_parser "
+                "and reasoning_parser; or send the request again without resume_tokens",
                 field="resume_ticket",
             )
         return valid

@@ -13,14 +13,12 @@ from typing import Any
 import orjson
 
 from cluster.errors import InvalidRequestError
+from cluster.grammar.schema_parts import children
 from cluster.grammar.spec import GrammarSpec
 from router.request.schema_gaps import gap_of
 
 MAX_DEPTH = 32
 SEARCH_SECONDS = 0.5
-_PARTS = ("properties", "patternProperties", "$defs", "definitions")  # names to schemas
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties")
 # Keywords of other drafts, and options, that the library would silently ignore
 _LEFT_OUT = frozenset(
     {"additionalItems", "$recursiveRef", "disallow", "divisibleBy", "extends", "x-guidance"}
@@ -92,23 +90,9 @@ def _walk(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any], int]]:
         if depth <= MAX_DEPTH:
             waiting += [
                 (_Place(place, keyword, name), one, depth + 1)
-                for keyword, name, one in _children(part)
+                for keyword, name, one in children(part)
                 if isinstance(one, Mapping)
             ]
-
-
-def _children(part: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
-    for keyword in _PARTS:
-        if isinstance(named := part.get(keyword), Mapping):
-            for name, one in named.items():
-                yield keyword, name, one
-    for keyword in _LISTS:
-        if isinstance(several := part.get(keyword), list):
-            for index, one in enumerate(several):
-                yield keyword, index, one
-    for keyword in _SINGLE:
-        if keyword in part:
-            yield keyword, None, part[keyword]
 
 
 def _escaped(name: str) -> str:
@@ -155,7 +139,7 @@ class _Search:
                 target = target.get(name) if isinstance(target, Mapping) else None
             if isinstance(target, Mapping):
                 yield reference[1:], target
-        for keyword, key, one in _children(part):
+        for keyword, key, one in children(part):
             if isinstance(one, Mapping) and keyword not in ("$defs", "definitions"):
                 yield f"{pointer}{_Place(_ROOT, keyword, key)}", one
 

@@ -33,9 +33,9 @@ class MarkedText:
         self._count(parts)
         return parts
 
-    def end(self) -> tuple[Part, ...]:
-        """The parts of what the parser holds back, at the end of the choice."""
-        parts = tuple(self._parser.end())
+    def end(self, *, cut: bool) -> tuple[Part, ...]:
+        """The parts of what the parser holds back, at the end of the choice. `cut`: the model did not end it."""
+        parts = tuple(self._parser.end(cut=cut))
         self._count(parts, tokens=0)
         return parts
 

@@ -19,7 +19,9 @@ from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
+from router.frontends.http.anthropic.errors import PATH as MESSAGES
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
+from router.frontends.http.anthropic.models import asks_as_anthropic, shown_list, shown_model
 from router.frontends.http.embeddings import Embeddings
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.exchange import Exchange
@@ -92,6 +94,10 @@ class Views:
     async def models(self, request: Request) -> Response:
         caller = caller_of(request)
         of_name, every = self._all()
+        if asks_as_anthropic(request):
+            return _json(
+                shown_list(orjson.loads(one) for name, one in of_name.items() if caller.may_name(name))
+            )
         if caller.models:
             every = _list([one for name, one in of_name.items() if caller.may_name(name)])
         return _encoded(every)
@@ -105,7 +111,7 @@ class Views:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
-        return _encoded(found)
+        return _json(shown_model(orjson.loads(found))) if asks_as_anthropic(request) else _encoded(found)
 
     def _all(self) -> tuple[dict[str, bytes], bytes]:
         """Each model, and the list of all: those that are served, and after each the adapters that workers have loaded."""
@@ -300,7 +306,9 @@ def _guard(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except Exception as error:
-            return failure_response(error, request.url.path)
+            path = request.url.path
+            of_models = path.startswith("/v1/models") and asks_as_anthropic(request)
+            return failure_response(error, MESSAGES if of_models else path)
 
     return guarded
 

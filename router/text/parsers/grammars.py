@@ -77,8 +77,7 @@ class _Calls:
 
     def arguments(self, tool: Tool) -> str:
         """Raises ValueError."""
-        schema = _object_of(tool) if self.must_call or tool.strict else {"type": "object"}
-        return json_rule(schema, spaced=True)
+        return json_rule(_object_of(tool), spaced=True) if self.must_call or tool.strict else _ANY_ARGUMENTS
 
     def objects(self, arguments: str, space: str = "") -> str:
         """Add the rule of a call as an object with the members `name` and `arguments`."""
@@ -94,6 +93,9 @@ class _Calls:
             for index, tool in enumerate(self.tools)
         ]
         return self.rules.add("object", f'{head} ({" | ".join(names)}) "}}"')
+
+
+_ANY_ARGUMENTS = json_rule({"type": "object"}, spaced=True)
 
 
 def tool_grammar(

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from cluster.grammar.dates import with_real_dates
 from cluster.grammar.library import JSON_OPTIONS
 from cluster.grammar.spec import GrammarSpec, why_too_long
 from router.text.parsers.base import Reasoning
@@ -109,6 +110,7 @@ def json_rule(schema: Mapping[str, Any], *, spaced: bool) -> str:
     """The rule of a JSON schema. `spaced`: a space may follow commas and colons. Raises ValueError."""
     options = _SPACED if spaced else JSON_OPTIONS
     try:
-        return "%json " + orjson.dumps({**schema, "x-guidance": options}).decode()
+        text = orjson.dumps({**schema, "x-guidance": options}).decode()
     except TypeError:
         raise ValueError("a schema is nested too deeply, or has a value that JSON does not have") from None
+    return f"%json {with_real_dates(text)}"

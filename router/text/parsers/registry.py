@@ -85,6 +85,8 @@ class AnswerFormat:
     # None: any text may have calls, of any function. Else an answer is calls of these functions as their grammar writes
     # them, or matches a grammar of the request.
     names: frozenset[str] | None = None
+    tools: frozenset[str] = frozenset()  # names of the request's functions
+    demanded: bool = False  # an answer is calls, and nothing else behind its reasoning
 
     @property
     def name(self) -> str:
@@ -97,7 +99,13 @@ class AnswerFormat:
 
     def parser(self) -> AnswerParser:
         tools = _TOOLS.get(self.tool_parser)
-        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers, self.names)
+        answer = Answer(
+            _id_maker(tools.id_length if tools is not None else 0),
+            self.markers,
+            self.names,
+            tools=self.tools,
+            demanded=self.demanded,
+        )
         reads: TextParser
         if GPT_OSS in (self.tool_parser, self.reasoning_parser):
             reads = gpt_oss.GptOss(
@@ -124,9 +132,11 @@ def format_of(
     opened: bool,
     special: Mapping[str, int],
     names: Iterable[str] | None = None,
+    called: Iterable[str] = (),
+    demanded: bool = False,
 ) -> AnswerFormat:
     """`special`: ids of the tokenizer's special tokens by their texts. `names`: of functions, where an answer without
-    calls matches a grammar."""
+    calls matches a grammar. `called`: names of the request's functions; `demanded`: an answer is calls of them."""
     texts: list[str] = []
     if GPT_OSS in (tool_parser, reasoning_parser):
         texts += gpt_oss.MARKERS
@@ -139,6 +149,8 @@ def format_of(
         opened,
         Markers(texts, special),
         None if names is None else frozenset(names),
+        frozenset(called),
+        demanded,
     )
 
 
@@ -158,7 +170,8 @@ class _Parser:
             self._reads.feed(text[begin : begin + _AT_ONCE])
         return self._answer.taken()
 
-    def end(self) -> Sequence[Part]:
+    def end(self, *, cut: bool = False) -> Sequence[Part]:
+        self._answer.cut = cut
         self._reads.end()
         return self._answer.taken()
 

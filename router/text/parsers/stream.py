@@ -151,11 +151,21 @@ def json_text(value: object) -> str:
 class Answer:
     """Collects a choice's parts, and numbers its calls."""
 
-    def __init__(self, make_id: Callable[[], str], markers: Markers, names: Collection[str] | None = None):
+    def __init__(
+        self,
+        make_id: Callable[[], str],
+        markers: Markers,
+        names: Collection[str] | None = None,
+        *,
+        tools: Collection[str] = (),
+        demanded: bool = False,
+    ):
         """`names`: of functions that are called, with objects of arguments; None = any function, with any arguments.
-        `unfinished`: the last call's arguments have not ended."""
+        `tools`: names of the request's functions. `demanded`: the answer is calls and nothing else. `unfinished`: the last
+        call's arguments have not ended. `cut`: the answer has ended, and not by the model."""
         self._make_id, self._markers = make_id, markers
-        self.names = names
+        self.names, self.tools, self.demanded = names, tools, demanded
+        self.cut = False
         self._parts: list[Part] = []
         self._calls = 0
         self.unfinished = False
@@ -171,6 +181,11 @@ class Answer:
     def reasoning(self, text: str) -> None:
         if text := self._markers.shown(text):
             self._parts.append(ReasoningText(text))
+
+    def undecided(self, text: str, *, in_call: bool) -> None:
+        """What is left at the answer's end: content, unless the answer was cut `in_call`, in the markup of a call."""
+        if not (self.cut and (in_call or self.demanded)):
+            self.content(text)
 
     def call(self, name: str) -> None:
         self._parts.append(CallBegin(self._calls, self._make_id(), self._markers.shown(name)))

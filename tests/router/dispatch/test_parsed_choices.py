@@ -37,8 +37,8 @@ class Parser:
                 self.unfinished &= not piece.endswith("}")
         return parts
 
-    def end(self):
-        return [ContentText("!")]
+    def end(self, *, cut=False):
+        return [ContentText("?" if cut else "!")]
 
 
 class Detokenizer:
@@ -105,7 +105,8 @@ def test_parts_follow_the_markers():
 
 
 def test_a_choice_cut_by_its_length_says_so():
-    assert taken(choice(), CALL, 5, finish=common_pb2.FINISH_REASON_LENGTH)[-1].finish == "length"
+    deltas = taken(choice(), CALL, 5, finish=common_pb2.FINISH_REASON_LENGTH)
+    assert deltas[-1].finish == "length" and parts(deltas)[-1] == ContentText("?")
 
 
 @pytest.mark.parametrize("stop", ["STOX", "STOP"])
@@ -122,7 +123,7 @@ def test_a_stop_string_does_not_reach_over_a_marker(stop):
 def test_a_stop_string_may_be_in_a_markers_text(included):
     stream = choice(stop=("zz", "call>"), include_stop_text=included)
     deltas = [stream.take(token(stream, one)) for one in (1, END_OF_REASONING, 2, CALL)]
-    assert parts(deltas) == [ReasoningText("plan"), ContentText("say"), ContentText("!")]
+    assert parts(deltas) == [ReasoningText("plan"), ContentText("say"), ContentText("?")]
     assert deltas[-1] is not None and (deltas[-1].finish, deltas[-1].stop_string) == ("stop", "call>")
 
 

@@ -77,7 +77,7 @@ def test_further_calls_are_left_out_where_one_is_wanted():
             begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
             return [*begun, ContentText("x")]
 
-        def end(self):
+        def end(self, *, cut=False):
             return [CallArguments(1, "{}")]
 
     class Parsed(Formats):
@@ -107,6 +107,13 @@ def test_calls_without_a_grammar_leave_the_answer_alone():
     assert planned(ASKED, formats=Pythonic(), tools=[LOOSE]).grammar.spec == AFTER_REASONING
     refused = planned(ASKED, refusal="its tokenizer", tools=[LOOSE])
     assert refused.grammar == ASKED and refused.checks == (ASKED,)
+
+
+def test_a_plan_of_many_tools_compares_no_schemas(monkeypatch):
+    """It is made on the event loop."""
+    monkeypatch.setattr(Tool, "__eq__", None)
+    many = [Tool(f"f{i}", None, {"type": "object", "title": str(i)}, strict=True) for i in range(128)]
+    assert len(planned(tools=many).checks) == 129
 
 
 def test_a_grammar_begins_after_reasoning():

@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import check_conversation, read_conversation
 from router.frontends.http.requests import ChatCompletionRequest, read_request
 from router.frontends.http.responses.input_items import read_items
-from router.request.json_text import JsonTexts
+from router.request.json_text import INVALID_JSON, JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
 from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS
@@ -120,6 +120,14 @@ def test_http_and_grpc_read_the_same():
             "messages[0].tool_calls[0].function.name",
         ),
         (
+            {
+                "messages": [
+                    {**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
             {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "id": "x" * 257}]}]},
             "messages[0].tool_calls[0].id",
         ),
@@ -134,10 +142,21 @@ def test_each_bound_names_its_field(body, field):
 @pytest.mark.parametrize(
     "text", ["[]", "5", "{", '{"a": NaN}', "{" * 5000, '{"a":' + "[" * 8 + "]" * 8 + "}"]
 )
-def test_arguments_are_the_text_of_an_object(text):
+def test_a_text_of_json_is_that_of_an_object(text):
     with pytest.raises(InvalidRequestError) as caught:
         JsonTexts(CONFIG).object(text, "arguments")
     assert caught.value.field == "arguments"
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"a', "no JSON", '{"a": NaN}'])
+def test_arguments_of_an_earlier_call_may_be_cut(text):
+    """An answer that max_tokens ended may be sent back as it came; templates get an object all the same."""
+    given = {**CALL, "function": {"name": "f", "arguments": text}}
+    (message,) = conversation(messages=[{**MESSAGES[1], "tool_calls": [given]}]).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == {INVALID_JSON: text}
+    deep = {**CALL, "function": {"name": "f", "arguments": "[" * 100}}
+    with pytest.raises(InvalidRequestError, match="max_json_depth"):
+        conversation(messages=[{**MESSAGES[1], "tool_calls": [deep]}])
 
 
 def test_the_arguments_of_all_calls_have_no_more_elements_than_a_body():

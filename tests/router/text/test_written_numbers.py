@@ -11,7 +11,7 @@ import pytest
 
 from cluster.config.router import RequestLimits
 from cluster.errors import InvalidRequestError
-from router.request.json_text import JsonTexts
+from router.request.json_text import INVALID_JSON, JsonTexts
 from router.request.messages import template_call
 from router.text import written_numbers
 from router.text.conversation import Conversation, Tool
@@ -58,9 +58,9 @@ def test_templates_write_numbers_of_calls_as_they_are(text: ModelText, number: s
 
 
 @pytest.mark.parametrize("wrong", ["NaN", "1.5, Infinity", '1.5, "\\ud800"', "1.5, 01", "[1.5"])
-def test_what_is_no_json_is_refused(wrong: str) -> None:
-    with pytest.raises(InvalidRequestError, match="JSON object"):
-        call(f'{{"n": [{wrong}]}}')
+def test_what_is_no_json_is_shown_as_it_was_written(wrong: str) -> None:
+    arguments = f'{{"n": [{wrong}]}}'
+    assert call(arguments)["function"]["arguments"] == {INVALID_JSON: arguments}
 
 
 def test_a_number_of_the_arguments_can_be_computed_with() -> None:

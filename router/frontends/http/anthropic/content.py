@@ -15,6 +15,7 @@ import orjson
 
 from cluster.errors import InternalError
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from router.request.json_text import INVALID_JSON
 from router.text import written_numbers
 
 # Nothing is signed: clients send thinking back as they got it, and some drop blocks without a signature.
@@ -109,11 +110,11 @@ class ToolUseContent(_Pieces):
 
 
 def parsed_input(arguments: str) -> Any:
-    """The arguments as JSON; {"INVALID_JSON": text} if they are no whole object, as where max_tokens cut them."""
+    """The arguments as JSON; {INVALID_JSON: text} if they are no whole object, as where max_tokens cut them."""
     if not arguments:
         return {}
     # Not the object itself: it may be nested deeper than the library encodes.
-    return orjson.Fragment(arguments) if _is_object(arguments) else {"INVALID_JSON": arguments}
+    return orjson.Fragment(arguments) if _is_object(arguments) else {INVALID_JSON: arguments}
 
 
 def _is_object(text: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
+from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.embeddings import EmbeddingRequest
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
@@ -142,9 +143,15 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/v1/embeddings": {"post": _asked("embedding", ref("EmbeddingRequest"), ref("Embeddings"), keys)},
         "/tokenize": {"post": _tokenize(keys)},
         "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
-        "/v1/models": {"get": _get("models", "The served model", ref("ModelList"), keys)},
+        "/v1/models": {
+            "get": _get(
+                "models", "The served models", either(ref("ModelList"), ref("MessageModelList")), keys
+            )
+            | {"parameters": [_VERSION]}
+        },
         "/v1/models/{model}": {
-            "get": _get("model", "A model by name", ref("Model"), keys, 404) | {"parameters": [model]}
+            "get": _get("model", "A model by name", either(ref("Model"), ref("MessageModel")), keys, 404)
+            | {"parameters": [model, _VERSION]}
         },
         "/v1/cluster": {
             "get": _get("cluster", "Workers, load, placement (an admin's key)", ref("Cluster"), keys, 403)
@@ -268,6 +275,15 @@ def _event(schema: str) -> Schema:
     data = either({"const": "[DONE]"}, piece)
     event = text(description="never sent: what every event is without it, `message`")
     return {"type": "object", "properties": {"data": data, "event": event}, "required": ["data"]}
+
+
+_VERSION = {
+    "name": VERSION_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "with any value: models and errors are shown in Anthropic's form",
+    "schema": text(),
+}
 
 
 def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from router.frontends.http.openapi.schema import (
     optional,
     record,
     ref,
+    some,
     text,
 )
 
@@ -22,12 +23,32 @@ _TOKENS: dict[str, Schema] = dict.fromkeys(
 )
 
 
+def _model() -> Schema:
+    """Further fields are those of OpenAI's form that describe the model."""
+    return some(
+        type=one_of(["model"]),
+        id=text(minLength=1),
+        display_name=text(),
+        created_at=text(format="date-time"),
+        max_input_tokens=COUNT,
+    )
+
+
 def message_schemas() -> dict[str, Schema]:
     return {
         "MessageError": record({**_error(), "type": one_of(["error"])}),
         "MessageBlock": _block(),
         "MessagesAnswer": _message(),
         "MessagesAnswerEvent": _event(),
+        "MessageModel": _model(),
+        "MessageModelList": record(
+            {
+                "data": array(ref("MessageModel")),
+                "has_more": one_of([False]),
+                "first_id": optional(text()),
+                "last_id": optional(text()),
+            }
+        ),
         "MessageTokens": record({"input_tokens": COUNT}),
         "Tokens": record(
             {

@@ -31,6 +31,7 @@ class GptOss:
         self._body_ends = tuple(markers[one] for one in (END, CALL, RETURN, START))
         self._header: str | None = None if opened else ""  # of a message; None: its body is read
         self._to_end = opened and answer.names is not None
+        self._behind = False  # a message has ended: only the markers of another one can follow
         self._held = Held(*self._body_ends)
         self._show = answer.content
         self._arguments = JsonValue()  # of the call whose message is read
@@ -44,9 +45,20 @@ class GptOss:
 
     def end(self) -> None:
         if self._header is None:
-            self._show(self._held.rest())
+            rest = self._held.rest()
+            if not (self._answer.cut and self._arguments.closed):  # else it is the beginning of a marker
+                self._show(rest)
+        elif self._answer.cut and self._tools and (recipient := self._recipient()):
+            self._answer.call(recipient)
+            self._answer.arguments("", ended=False)
         elif not self._header.lstrip().startswith((self._markers[CHANNEL], self._markers[START])):
-            self._answer.content(self._header)
+            called = self._tools and self._header.lstrip().startswith("to=")
+            self._answer.undecided(self._header, in_call=called or self._behind)
+
+    def _recipient(self) -> str:
+        """Of a header that has not ended: the function, if its name has; else empty."""
+        found = _RECIPIENT.search(self._header or "")
+        return found[1] if found is not None and found.end() < len(self._header or "") else ""
 
     def _in_header(self, text: str) -> str:
         header, found, rest = text.partition(self._message)
@@ -86,6 +98,7 @@ class GptOss:
         before, marker, rest = self._held.add(text)
         self._show(before)
         if marker:
+            self._behind, self._arguments = True, JsonValue()
             self._header = self._markers[START] if marker == self._markers[START] else ""
         return rest
 

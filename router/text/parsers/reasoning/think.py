@@ -40,7 +40,10 @@ class Think:
 
     def end(self) -> None:
         if self._state == "start":
-            self._inner.feed(self._start)
+            # Of a marker of reasoning, or of calls, where answers match a grammar and most cannot begin so
+            bound = self._exact or self._answer.demanded
+            if not (self._answer.cut and bound):
+                self._inner.feed(self._start)
         elif self._state == "reasoning":
             self._reason(self._held.rest())
         self._inner.end()

@@ -34,7 +34,11 @@ class Hermes:
                 text = self._in_call(self._call, text)
 
     def end(self) -> None:
-        if self._call is None:
+        if self._answer.cut and (self._call is not None or self._answer.demanded or self._trims):
+            # In a call, or behind one: only a further one, or the end of its markup, may have begun
+            if self._call is not None:
+                self._call.end()
+        elif self._call is None:
             self._show(self._text.rest())
         elif self._call.state == "head":
             self._show(self._marked + self._call.held)

@@ -51,6 +51,20 @@ class JsonCall:
         """Text that is no part of a call if nothing follows it."""
         return self._head.text if self.state in ("head", "failed") else "".join(self._behind)
 
+    def end(self) -> None:
+        """The answer was cut within the call: begin it, if its name is known, with arguments that precede the name."""
+        if self.state == "head" and self._head.name is not None:
+            self._answer.call(self._head.name)
+            self._answer.arguments(self._head.given, ended=bool(self._head.given))
+
+    def is_begun(self, forms: Collection[str]) -> bool:
+        """Whether the head, as far as it has come, is that of a call of one of the request's functions. `forms`: texts of
+        heads up to the name, without spaces between their parts."""
+        if self._head.name is not None:
+            return self._head.name in self._answer.tools
+        written = "".join(self._head.text.split())
+        return any(f'{form}"{name}"'.startswith(written) for form in forms for name in self._answer.tools)
+
     def feed(self, text: str) -> str:
         """Return the text behind the call; empty while it goes on, and where it has failed. Text behind the arguments that
         does not close the object is behind the call."""
@@ -141,6 +155,11 @@ class _Head:
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def given(self) -> str:
+        """The arguments that came before the name; empty if there are none."""
+        return next((self._given[one] for one in self._members if one in self._given), "")
+
     def feed(self, text: str) -> int:
         """Return the place behind the head; -1 while it goes on, and where it has failed."""
         limit = self._limit(text)
@@ -218,7 +237,7 @@ class _Head:
         """The object has ended before arguments that follow a name. Where no marker precedes calls, any object may have a
         name."""
         bare = bool(self._markers) and self._names is None
-        given = next((self._given[one] for one in self._members if one in self._given), "{}" if bare else "")
+        given = self.given or ("{}" if bare else "")
         fits = bool(given) if bare else given.startswith("{")
         try:
             json.loads(self.text[: self._before + place], parse_constant=no_constant)

@@ -8,6 +8,7 @@ from router.text.parsers.tools.json_call import EXACT_BEGIN, JsonCall
 
 TAG = "<|python_tag|>"
 MEMBER = "parameters"
+_FORMS = ('{"name":', '{"type":"function","name":')  # of a call's beginning
 
 
 class Llama3Json:
@@ -17,6 +18,7 @@ class Llama3Json:
         self._answer, self._tag = answer, markers[TAG]
         self._call: JsonCall | None = None
         self._waiting = ""  # white space, and the beginning of a tag, before a call
+        self._tagged = False  # the call, or what is waited for, is behind a tag
         self._content = False
 
     def feed(self, text: str) -> None:
@@ -25,10 +27,16 @@ class Llama3Json:
         self._answer.content(text)
 
     def end(self) -> None:
+        marked = self._tagged or self._answer.called
         if self._call is not None:
-            self._answer.content(self._call.held)
+            call, head = self._call, self._call.state == "head"
+            in_call = not head or marked or self._answer.demanded or call.is_begun(_FORMS)
+            if self._answer.cut and in_call:
+                call.end()
+            else:
+                self._answer.content(call.held)
         if self._waiting.strip():
-            self._answer.content(self._waiting)
+            self._answer.undecided(self._waiting, in_call=marked)
 
     def _before_call(self, text: str) -> str:
         """A call, a separator before one, or content."""
@@ -39,7 +47,7 @@ class Llama3Json:
         if self._answer.called and begun[:1] in (";", ","):
             begun = begun[1:].lstrip()
         if begun.startswith(self._tag):
-            begun = begun[len(self._tag) :].lstrip()
+            begun, self._tagged = begun[len(self._tag) :].lstrip(), True
         elif self._tag.startswith(begun):
             return ""
         if begun[:1] == "{":

@@ -22,12 +22,14 @@ class Mistral:
         self._name = re.compile(
             rf"\s*([A-Za-z0-9_.-]+)(?:{call_id}[A-Za-z0-9]*)?\s*(?:{arguments}\s*(?={{)|(?={{))"
         )
+        self._whole_name = re.compile(rf"\s*([A-Za-z0-9_.-]+)(?:{call_id}|{arguments})")
         self._text = Held(self._begin)
         self._marked = self._begin  # the last marker, with the space before it
         self._head = ""  # behind the marker, until the form of the call is known
         self._state = "content"  # head, value (arguments behind a name), list
         self._value = JsonValue()
         self._call: JsonCall | None = None  # within a list
+        self._behind = False  # no content has come since a call
         self._begun = ""  # the text of a list before its first call
 
     def feed(self, text: str) -> None:
@@ -42,15 +44,27 @@ class Mistral:
 
     def end(self) -> None:
         if self._state == "content":
-            self._answer.content(self._text.rest())
+            self._answer.undecided(self._text.rest(), in_call=self._behind)
+        elif self._answer.cut:
+            self._end_cut()
         elif self._state == "head":
             self._answer.content(self._marked + self._head)
         elif self._state == "list":
             self._answer.content(self._begun + ("" if self._call is None else self._call.held))
 
+    def _end_cut(self) -> None:
+        """The answer was cut behind the marker: a call has begun if its name is whole."""
+        if self._call is not None:
+            self._call.end()
+        found = self._whole_name.match(self._head) if self._state == "head" else None
+        if found is not None and (self._answer.names is None or found[1] in self._answer.names):
+            self._answer.call(found[1])
+            self._answer.arguments("", ended=False)
+
     def _content(self, text: str) -> str:
         before, marker, rest = self._text.add(text)
         self._answer.content(before)
+        self._behind = self._behind and not before.strip()
         if marker:
             self._state, self._head, self._marked = "head", "", self._text.space + marker
         return rest
@@ -85,7 +99,7 @@ class Mistral:
         self._answer.arguments(text if end < 0 else text[:end], ended=self._value.closed)
         if end < 0:
             return ""
-        self._state = "content"
+        self._state, self._behind = "content", True
         return text[end:]
 
     def _in_list(self, text: str) -> str:
@@ -97,7 +111,7 @@ class Mistral:
             if len(self._begun) > MAX_HEAD:
                 return self._give_up(text)
             if text[:1] == "]":
-                self._state, self._begun = "content", ""
+                self._state, self._begun, self._behind = "content", "", True
                 return text[1:]
             if text:
                 self._call = JsonCall(self._answer, ("arguments", "parameters"), (self._begin,))

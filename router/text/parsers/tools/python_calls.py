@@ -68,6 +68,11 @@ class PythonCalls:
         self._body: list[str] = []
         self._texts: list[str] = []  # adjacent ones are one text
 
+    @property
+    def begun(self) -> tuple[str, str] | None:
+        """Name and arguments so far of a call that has not ended: the beginning of a JSON object."""
+        return (self._function, "".join(self._pieces)) if len(self._open) > 1 else None
+
     def feed(self, text: str) -> None:
         """Raises NoCallsError."""
         self._text += text

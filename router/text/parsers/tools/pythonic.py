@@ -46,14 +46,22 @@ class Pythonic:
     def end(self) -> None:
         if self._state == "content":
             return
-        names = self._answer.names
-        known = names is None or all(name in names for name, _ in self._calls.calls)
-        if not self._calls.complete or not known:
+        names, begun = self._answer.names, self._calls.begun if self._answer.cut else None
+        calls = [*self._calls.calls, *(() if begun is None else (begun,))]
+        known = names is None or all(name in names for name, _ in calls)
+        if self._answer.cut and self._state == "start" and self._is_begun():
+            return
+        if self._state == "start" or not (self._calls.complete or self._answer.cut) or not known:
             self._give_up()
             return
-        for name, arguments in self._calls.calls:
+        for place, (name, arguments) in enumerate(calls):
             self._answer.call(name)
-            self._answer.arguments(arguments, ended=True)
+            self._answer.arguments(arguments, ended=place < len(self._calls.calls))
+
+    def _is_begun(self) -> bool:
+        """Whether the answer, as far as it has come, is a call of one of the request's functions."""
+        written = "".join("".join(self._pieces).split())
+        return bool(written) and any(f"[{name}(".startswith(written) for name in self._answer.tools)
 
     def _give_up(self) -> None:
         self._state = "content"

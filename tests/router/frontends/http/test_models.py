@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import anthropic
 import httpx
 import pytest
 from starlette.requests import Request
@@ -55,7 +57,7 @@ def test_each_model_has_its_own_limits(gateway: StubGateway) -> None:
 
 
 def asked(name: str, caller: Caller = ANYONE) -> Any:
-    request = Request({"type": "http", "path_params": {"model": name}})
+    request = Request({"type": "http", "headers": [], "path_params": {"model": name}})
     request.scope[CALLER] = caller
     return request
 
@@ -67,6 +69,33 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
     assert b'"id":"second"' in (await views.model(asked("two"))).body
     with pytest.raises(UnknownModelError):
         await views.model(asked("no"))
+
+
+async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:
+    here = two_models(gateway)
+    async with (
+        served(here) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
+    ):
+        listed = await client.models.list(limit=1)
+        assert [(one.id, one.type, one.display_name) for one in listed.data] == [
+            ("tiny", "model", "tiny"),
+            ("second", "model", "second"),
+        ]
+        assert not listed.has_next_page() and (listed.first_id, listed.last_id) == ("tiny", "second")
+        assert listed.data[1].max_input_tokens == 33
+        assert isinstance(listed.data[0].created_at, datetime) and listed.data[0].created_at.tzinfo == UTC
+        alias = await client.models.retrieve("two")
+        assert alias == listed.data[1]
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.models.retrieve("no")
+        assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+    only = two_models(gateway, Caller("one", models=frozenset({"second"})))
+    async with (
+        served(only) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
+    ):
+        assert [one.id async for one in client.models.list()] == ["second"]
 
 
 def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:

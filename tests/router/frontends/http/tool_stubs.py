@@ -32,7 +32,7 @@ class Parser:
             return CallArguments(0, text[1:])
         return ReasoningText(text[1:]) if text[0] == "~" else ContentText(text)
 
-    def end(self):
+    def end(self, *, cut=False):
         return []
 
 

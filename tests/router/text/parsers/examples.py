@@ -214,3 +214,58 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", "{}"), ("g", "{}")]),
     ),
 ]
+
+LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+# (tool parser, reasoning parser, text, its calls): text that is calls of the functions f and g, and nothing else
+CALLS = [
+    ("hermes", "", f"{CALL}\n{CALL}", [F, F]),
+    ("hermes", "think", f"<think>Hm</think>\n\n{CALL}", [F]),
+    ("hermes", "", '<tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call>', [("g", '{"a": 1}')]),
+    ("hermes", "", '<tool_call>{"name": "f", "arguments": {}, "id": [1]}\n{"name": "g", "parameters": {}}</tool_call>',
+     [("f", "{}"), ("g", "{}")]),
+    ("llama3_json", "", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+     [("f", '{"a": 1}'), ("g", "{}")]),
+    ("llama3_json", "", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [("f", '{"a": 1}')]),
+    ("llama3_json", "", '<|python_tag|>{"name": "f", "parameters": {}}<|python_tag|>{"name": "g", "parameters": {}}',
+     [("f", "{}"), ("g", "{}")]),
+    ("mistral", "", LIST, [("f", '{"a": 1}'), ("g", "{}")]),
+    ("mistral", "", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}', [("f", '{"a": 1}'), ("g", "{}")]),
+    ("pythonic", "", ' [f(a=1, b="x", c=[None, True]), g()]',
+     [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("g", "{}")]),
+    ("gpt_oss", "gpt_oss", OSS, [("f", '{"a": 1}')]),
+    ("gpt_oss", "gpt_oss", ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
+     [("f", '{"a": 1}')]),
+]  # fmt: skip
+# (tool parser, text, (content, calls)) of answers that were cut in their last character
+CUT: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
+    ("hermes", 'Well.\n<tool_call>{"na', ("Well.", [])),
+    ("hermes", '<tool_call>{"name": "f"', ("", [("f", "")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ', ("", [("f", "")])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "g"', ("", [("g", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "na', ("", [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": [1', ("", [("f", "{}")])),
+    ("hermes", f"{CALL[:-4]}", ("", [F])),
+    ("hermes", f"{CALL}\n<tool_", ("", [F])),
+    ("hermes", f"{CALL}\nAnd a <", ("And a <", [F])),
+    # What may be a marker's beginning is content
+    ("hermes", "if a <", ("if a <", [])),
+    ("hermes", "<tool_call>no", ("<tool_call>no", [])),
+    ("llama3_json", '{"name": "f", ', ("", [("f", "")])),
+    ("llama3_json", '{"name": "', ("", [])),
+    ("llama3_json", '{"name": "other", ', ('{"name": "other", ', [])),
+    ("llama3_json", '{"answer": ', ('{"answer": ', [])),
+    ("llama3_json", '<|python_tag|>{"answer": ', ("", [])),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"x', ("", [("f", "{}")])),
+    ("mistral", "Well [TOOL_CALLS]get", ("Well", [])),
+    ("mistral", "[TOOL_CALLS]get[ARGS]", ("", [("get", "")])),
+    ("mistral", '[TOOL_CALLS][{"name": "f"', ("", [("f", "")])),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL', ("", [("f", '{"a": 1}')])),
+    ("mistral", '[TOOL_CALLS]f{"a": 1} see [TOOL', (" see [TOOL", [("f", '{"a": 1}')])),
+    ("pythonic", "[f", ("", [])),
+    ("pythonic", "[note", ("[note", [])),
+    ("pythonic", "[f(a=1, b=", ("", [("f", '{"a": 1, "b": ')])),
+    ("pythonic", "[f(a=1), g(", ("", [("f", '{"a": 1}'), ("g", "{")])),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|cons", ("", [("f", "")])),
+    ("gpt_oss", "<|channel|>commentary to=functions.f", ("", [])),
+    ("gpt_oss", "to=functions.", ("", [])),
+]

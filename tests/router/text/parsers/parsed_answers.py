@@ -19,10 +19,12 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def read(parser: Any, pieces: Sequence[str | int]) -> tuple[str, str, list[tuple[str, str]]]:
+def read(
+    parser: Any, pieces: Sequence[str | int], *, cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
     reasoning, content, ids = "", "", []
     calls: list[tuple[str, str]] = []
-    for part in (*(part for piece in pieces for part in parser.feed([piece])), *parser.end()):
+    for part in (*(part for piece in pieces for part in parser.feed([piece])), *parser.end(cut=cut)):
         match part:
             case ReasoningText(text):
                 assert text
@@ -41,8 +43,8 @@ def read(parser: Any, pieces: Sequence[str | int]) -> tuple[str, str, list[tuple
     return reasoning, content, calls
 
 
-def made(tools: str, reasoning: str, opened: bool, special: Any = None) -> Any:
-    return format_of(tools, reasoning, opened=opened, special=special or {}).parser()
+def made(tools: str, reasoning: str, opened: bool, special: Any = None, **more: Any) -> Any:
+    return format_of(tools, reasoning, opened=opened, special=special or {}, **more).parser()
 
 
 def with_markers(text: str) -> list[str | int]:

@@ -19,7 +19,7 @@ from router.text.parsers.registry import (
     opens_reasoning,
     reasoning_texts,
 )
-from tests.router.text.parsers.examples import CALL, EXAMPLES, OSS
+from tests.router.text.parsers.examples import CALL, CALLS, CUT, EXAMPLES, OSS
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read, with_markers
 
 
@@ -151,3 +151,56 @@ def test_an_object_within_a_call_is_not_the_calls_end():
     text = f'<tool_call>{{"name": "f", "arguments": {{}}{tail}</tool_call>x'
     for pieces in ([text], list(text)):
         assert read(made("hermes", "", False), pieces) == ("", f"{tail}x", [("f", "{}")])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("demanded", [False, True], ids=["auto", "required"])
+@pytest.mark.parametrize("example", CALLS, ids=lambda one: f"{one[0]} {one[2][:24]}")
+def test_a_cut_call_is_no_content(example, special, demanded):
+    """Wherever it is cut: the calls before it, and of the last one the name and the beginning of its arguments."""
+    tools, reasoning, text, calls = example
+    pieces = [one for piece in (with_markers(text) if special else [text])
+              for one in (piece if isinstance(piece, str) else [piece])]  # fmt: skip
+    opens = next(
+        (one for one in ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|channel|>") if one in text), ""
+    )
+    opens = "to=" if text.lstrip().startswith("to=") else opens
+    begun = -1
+    for length in range(len(pieces) + 1):
+        parser = made(
+            tools, reasoning, False, SPECIAL if special else {}, called=["f", "g"], demanded=demanded
+        )
+        _, content, found = read(parser, pieces[:length], cut=True)
+        # A marker that is spelled out is content until it is whole, where the answer may be something else
+        if found or demanded or not (opens and opens.startswith(content.strip())):
+            assert content.strip() == "" or (reasoning and "<think>".startswith(content)), content
+        assert [name for name, _ in found] == [name for name, _ in calls[: len(found)]]
+        assert found[:-1] == calls[: len(found)][:-1]
+        if found:
+            assert calls[len(found) - 1][1].startswith(found[-1][1])
+        assert len(found) >= begun, "a call that has begun is not taken back"
+        begun = len(found)
+    assert found == calls
+
+
+@pytest.mark.parametrize("example", CUT, ids=lambda one: f"{one[0]} {one[1][:24]}")
+def test_what_a_cut_answer_shows(example):
+    tools, text, (content, calls) = example
+    for pieces in ([text], list(text)):
+        found = read(made(tools, "", False, called=["f", "g"]), pieces, cut=True)
+        assert found == ("", content, calls)
+
+
+def test_a_demanded_call_is_no_content_from_its_first_character():
+    for text in ("<", "<tool", "<tool_call", "{", "[TOOL"):
+        for tools in ("hermes", "mistral", "llama3_json"):
+            parser = made(tools, "", False, called=["f"], demanded=True)
+            if text[0] == {"hermes": "<", "mistral": "[", "llama3_json": "{"}[tools]:
+                assert read(parser, [text], cut=True) == ("", "", [])
+
+
+def test_reasoning_that_is_cut_in_its_marker_is_no_answer_of_a_grammar():
+    for text in ("<", "<thi", " <think"):
+        for bound in ({"names": ["f"]}, {"demanded": True}):
+            assert read(made("hermes", "think", False, **bound), [text], cut=True) == ("", "", [])
+        assert read(made("hermes", "think", False), [text], cut=True) == ("", text, [])
