@@ -74,11 +74,15 @@ class GrammarChecks:
         self._raise_refused(grammars, self._checked)
         if all(one.spec.key in self._checked for one in grammars):
             return
+        field = grammars[-1].field
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._try(grammars, tenant)
+        except OverloadedError as error:  # of all requests that wait for the same
+            wait = error.retry_after_seconds
+            raise OverloadedError(f"{field}: {error.message}", field=field, retry_after_seconds=wait) from None
         except TimeoutError:
-            field, limit = grammars[-1].field, f"{CHECK_SECONDS:g} s"
+            limit = f"{CHECK_SECONDS:g} s"
             raise OverloadedError(
                 f"{field}: grammars wait longer than {limit} to be compiled",
                 field=field,

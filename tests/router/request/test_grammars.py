@@ -315,3 +315,16 @@ async def test_whether_a_line_end_may_begin_an_answer_is_found_by_the_library(ch
         assert (await checks.with_known_begin("t", asked)).spec.bare == bare
     regex = RequestedGrammar("guided_regex", GrammarSpec("regex", "a"))
     assert await checks.with_known_begin("t", regex) is regex
+
+
+async def test_where_no_process_can_tell_the_error_names_the_field(tmp_path, monkeypatch):
+    monkeypatch.setattr(grammar_trial.GrammarTrials, "_ask", lambda *_: json.dumps("no verdict").encode())
+    model = make_model_text(tmp_path)
+    checks = GrammarChecks((model / "tokenizer.json").read_text(), VOCAB, (2,))
+    try:
+        with pytest.raises(OverloadedError) as caught:
+            await checks.check("", RequestedGrammar("response_format", json_spec({})))
+    finally:
+        checks.close()
+    assert caught.value.field == "response_format" and caught.value.retry_after_seconds > 0
+    assert caught.value.message.startswith("response_format: ")
