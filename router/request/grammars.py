@@ -80,7 +80,9 @@ class GrammarChecks:
                 await self._try(grammars, tenant)
         except OverloadedError as error:  # of all requests that wait for the same
             wait = error.retry_after_seconds
-            raise OverloadedError(f"{field}: {error.message}", field=field, retry_after_seconds=wait) from None
+            raise OverloadedError(
+                f"{field}: {error.message}", field=field, retry_after_seconds=wait
+            ) from None
         except TimeoutError:
             limit = f"{CHECK_SECONDS:g} s"
             raise OverloadedError(
