@@ -13,7 +13,7 @@ import orjson
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
-from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
+from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long, why_too_many_choices
 from router.request.grammar_trial import NO_LINE_END, RETRY_SECONDS, GrammarTrials
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
@@ -211,8 +211,13 @@ def json_spec(schema: object) -> GrammarSpec:
 
 def choice_spec(texts: object) -> GrammarSpec:
     """Raises ValueError."""
-    if not isinstance(texts, list) or not texts or not set(map(type, texts)) <= {str}:
-        raise ValueError("must be a non-empty list of texts")
+    wrong = ValueError("must be a non-empty list of texts")
+    if not isinstance(texts, list) or not texts:
+        raise wrong
+    if reason := why_too_many_choices(len(texts)):  # counted before they are looked at
+        raise ValueError(reason)
+    if not set(map(type, texts)) <= {str}:
+        raise wrong
     if reason := why_choices_too_long(texts):
         raise ValueError(reason)
     return spec_of("choice", GrammarSpec.of_choices(texts).text)

@@ -328,3 +328,16 @@ async def test_where_no_process_can_tell_the_error_names_the_field(tmp_path, mon
         checks.close()
     assert caught.value.field == "response_format" and caught.value.retry_after_seconds > 0
     assert caught.value.message.startswith("response_format: ")
+
+
+def test_choices_are_counted_before_they_are_looked_at():
+    """A million numbers took 25 ms of the event loop."""
+
+    class Unread(list[int]):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    with pytest.raises(ValueError, match="50000 choices"):
+        choice_spec(Unread([1] * 50_000))
+    with pytest.raises(ValueError, match="must be a non-empty list of texts"):
+        choice_spec([1])
