@@ -121,7 +121,8 @@ class Contents:
 
     def _broken(self, text: str, mark: str) -> str:
         """The text with the mark behind the first character of each special token's text."""
-        pieces, end = [], 0
+        pieces: list[str] = []
+        end = 0
         for found in self._found(text):
             pieces += text[end : found.start() + 1], mark
             end = found.start() + 1

@@ -279,10 +279,11 @@ def test_pieces_have_the_matches_of_the_whole_text(monkeypatch, piece):
     monkeypatch.setattr(contents_module, "PIECE_CHARACTERS", piece)
     names = ("<a>", "<a><b>", "<a", "<ab>", "b>", "x*", "x*.", "[x]")
     contents = Contents(byte_level(*(AddedToken(one, special=True) for one in names)))
-    draws = random.Random(piece)
+    special, draws = contents._special, random.Random(piece)
+    assert special is not None
     for _ in range(200):
         text = "".join(draws.choices("<a>b[x]*. ", k=24))
-        whole = [found.span() for found in contents._special.finditer(text)]
+        whole = [found.span() for found in special.finditer(text)]
         assert [found.span() for found in contents._found(text)] == whole
 
 
