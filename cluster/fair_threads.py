@@ -40,7 +40,11 @@ class FairThreads:
         self._check_open()
         await self._turn(tenant)
         self._check_open()  # a turn may come just before the end
-        running = self._executor.submit(function, *arguments)
+        try:
+            running = self._executor.submit(function, *arguments)
+        except RuntimeError:  # no further thread can be started now
+            self._give_back()
+            raise
         loop = asyncio.get_running_loop()
         # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
         running.add_done_callback(lambda _: call_on(loop, self._give_back))

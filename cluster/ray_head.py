@@ -98,6 +98,7 @@ class RayHeadWatch:
         self._clock = clock
         self._looked = clock()
         self._silent = 0.0
+        self._failure = ""  # why the last probe could not be sent
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ray-head", daemon=True).start()
 
@@ -116,13 +117,20 @@ class RayHeadWatch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            try:
-                reply = self._probe(self.address, RAY_HEAD_PROBE_SECONDS)
-            except Exception:  # an unreadable certificate, for example
-                log.exception("Ray's head at %s cannot be asked", self.address)
-                reply = "absent"
+            reply = self._ask()
             self.look(reply)
             self._closed.wait(RAY_HEAD_PROBE_SECONDS if reply == "responds" else _ATTEMPT_SECONDS)
+
+    def _ask(self) -> Reply:
+        try:
+            reply = self._probe(self.address, RAY_HEAD_PROBE_SECONDS)
+        except Exception as error:  # an unreadable certificate, for example
+            if repr(error) != self._failure:  # else it is the same as half a second ago
+                log.exception("Ray's head at %s cannot be asked", self.address)
+            self._failure = repr(error)
+            return "absent"
+        self._failure = ""
+        return reply
 
     def look(self, reply: Reply) -> None:
         """Count the time since the last reply. More than two probes' time of it was this process's own stop."""

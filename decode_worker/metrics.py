@@ -31,7 +31,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
         declared.HANDOFF_SECONDS.show(receiver.stats.handoff_seconds),
         ScrapeCollector(
             [
-                *of_queue(attempts.admission, attempts.ended),
+                *of_queue(attempts.admission, attempts.prompt_room, attempts.ended),
                 declared.RING_SLOTS_BY_STATE.read(lambda: _slots(receiver)),
                 declared.RING_PARTS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
                 declared.HANDOFFS_EXHAUSTED.read(lambda: bool(receiver.exhausted)),
@@ -46,7 +46,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
 def add_status(status: WorkerStatus, attempts: DecodeAttempts, receiver: HandoffReceiver) -> WorkerStatus:
     counts, rings = receiver.stats.counts, receiver.rings
     return replace(
-        of_requests(status, attempts, attempts.admission, attempts.counts),
+        of_requests(status, attempts, attempts.admission, attempts.prompt_room, attempts.counts),
         handoffs=counts["committed"],
         handoffs_live=receiver.live,
         handoffs_aborted=counts["aborted"],

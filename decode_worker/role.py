@@ -100,14 +100,13 @@ class DecodeRole:
         try:
             tokens, began = _tokens(request), time.monotonic()
             await self.attempts.prompt_room.enter(spec, attempt.log, deadline_seconds)
-            attempt.compiles = must_compile(self._parts.host, request.grammar)
-            priority = await self.attempts.admission.enter(
+            priority, attempt.compiles = await self.attempts.admission.enter(
                 tokens,
                 request.priority,
                 deadline_seconds - (time.monotonic() - began),
                 request.tenant,
                 request.weight,
-                compiles=attempt.compiles,
+                compiles=lambda: must_compile(self._parts.host, request.grammar),
             )
             attempt.inside_tokens, attempt.tenant = tokens, request.tenant  # given back when the attempt ends
             left = deadline_seconds - (time.monotonic() - began)

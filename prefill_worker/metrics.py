@@ -13,17 +13,16 @@ from cluster.telemetry.scrape import ScrapeCollector
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.prefilling import Prefilling
-from worker.admission import Admissions
 from worker.attempts import Attempts
 from worker.metrics import of_queue, of_requests
 
 
-def collectors(admission: Admissions, ended: Mapping[str, float], sender: HandoffSender) -> list[Collector]:
+def collectors(prefilling: Prefilling, ended: Mapping[str, float], sender: HandoffSender) -> list[Collector]:
     return [
         declared.HANDOFF_EXPOSED.show(sender.stats.exposed_seconds),
         ScrapeCollector(
             [
-                *of_queue(admission, ended),
+                *of_queue(prefilling.admission, prefilling.prompt_room, ended),
                 declared.KV_SENT_BYTES.read(lambda: sender.stats.sent_bytes),
                 declared.HANDOFFS_SENT.read(lambda: sender.stats.committed),
                 declared.HANDOFF_LINKS.read(sender.links_by_transport),
@@ -38,7 +37,7 @@ def add_status(
     status: WorkerStatus, attempts: Attempts[PrefillAttempt], prefilling: Prefilling, sender: HandoffSender
 ) -> WorkerStatus:
     return replace(
-        of_requests(status, attempts, prefilling.admission, prefilling.counts),
+        of_requests(status, attempts, prefilling.admission, prefilling.prompt_room, prefilling.counts),
         handoffs=sender.stats.handoffs,
         handoffs_live=sender.live,
         handoffs_refused=sender.stats.refused,

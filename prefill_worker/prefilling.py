@@ -54,9 +54,13 @@ class Prefilling:
         await self.prompt_room.enter(spec, attempt.log, remaining)
         remaining = attempt.deadline - time.monotonic()
         grammar = grammar_from_wire(spec.grammar) if spec.HasField("grammar") else None
-        compiles = must_compile(self._parts.host, grammar)
-        priority = await self.admission.enter(
-            tokens, spec.priority, remaining, spec.tenant, spec.weight, compiles=compiles
+        priority, compiles = await self.admission.enter(
+            tokens,
+            spec.priority,
+            remaining,
+            spec.tenant,
+            spec.weight,
+            compiles=lambda: must_compile(self._parts.host, grammar),
         )
         inside = True
         attempt.freed.clear()

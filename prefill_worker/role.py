@@ -190,7 +190,7 @@ class PrefillRole:
         return metrics.add_status(status, self.attempts, self.prefilling, self._sender)
 
     def collectors(self) -> Sequence[Collector]:
-        return metrics.collectors(self.prefilling.admission, self.ended, self._sender)
+        return metrics.collectors(self.prefilling, self.ended, self._sender)
 
     def check_integrity(self) -> None:
         self.prefilling.admission.check_integrity()

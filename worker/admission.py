@@ -31,6 +31,11 @@ AGED_TOGETHER = 16  # per admission, and class: hundreds at once would hold up t
 CLASSES = ("high", "normal", "batch")
 
 
+def class_of(priority: int) -> str:
+    """One of CLASSES."""
+    return "high" if priority > 0 else "batch" if priority < 0 else "normal"
+
+
 class Admission:
     """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters alone.
 
@@ -97,7 +102,7 @@ class Admission:
         except TimeoutError:
             self._release(waiting)
             raise DeadlineError(
-                f"queued for {timeout_seconds:.1f} s without a turn: prefill is behind",
+                f"queued for {max(0.0, timeout_seconds):.1f} s without a turn: prefill is behind",
                 field="admission_deadline",
             ) from None
         except asyncio.CancelledError:
@@ -125,7 +130,7 @@ class Admission:
             self.leave(waiting.tokens, waiting.tenant)
 
     def _queue_of(self, priority: int) -> FairQueue:
-        return self._high if priority > 0 else self._batch if priority < 0 else self._normal
+        return self._queues[CLASSES.index(class_of(priority))]
 
     def _remove(self, waiting: Waiting) -> None:
         """Remove a request that no longer waits; the next one may fit where it did not."""
@@ -182,10 +187,12 @@ class Admissions:
         self,
         max_tokens: int,
         aging_seconds: float = AGING_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
         engine_full: Callable[[], bool] = lambda: False,
     ):
-        self.plain = Admission(max_tokens, aging_seconds, engine_full=engine_full)
-        self.compiling = Admission(max_tokens, aging_seconds, engine_full=engine_full)
+        self._clock = clock
+        self.plain = Admission(max_tokens, aging_seconds, clock, engine_full)
+        self.compiling = Admission(max_tokens, aging_seconds, clock, engine_full)
         self._both = (self.plain, self.compiling)
 
     @property
@@ -217,11 +224,21 @@ class Admissions:
         tenant: str = "",
         weight: float = 1.0,
         *,
-        compiles: bool = False,
-    ) -> int:
-        """As Admission.enter."""
-        admission = self.compiling if compiles else self.plain
-        return await admission.enter(tokens, priority, timeout_seconds, tenant, weight)
+        compiles: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, bool]:
+        """As Admission.enter; returns also whether the request is counted with those that compile, for `leave`.
+
+        `compiles` is asked again at the request's turn: a compiled grammar may have left the cache since it came. Then it
+        waits for a turn among those that compile, in the class that it has by then.
+        """
+        if not compiles():
+            began = self._clock()
+            priority = await self.plain.enter(tokens, priority, timeout_seconds, tenant, weight)
+            if not compiles():
+                return priority, False
+            self.plain.leave(tokens, tenant)
+            timeout_seconds -= self._clock() - began
+        return await self.compiling.enter(tokens, priority, timeout_seconds, tenant, weight), True
 
     def leave(self, tokens: int, tenant: str = "", *, compiles: bool = False) -> None:
         (self.compiling if compiles else self.plain).leave(tokens, tenant)

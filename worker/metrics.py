@@ -22,6 +22,7 @@ from worker.health import Health
 from worker.identity import WorkerIdentity
 from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
+from worker.prompt_room import PromptRoom
 from worker.request_counts import RequestCounts
 
 
@@ -77,20 +78,29 @@ class _Published(Collector):
 
 
 def of_requests(
-    status: WorkerStatus, attempts: Attempts[Any], queue: Admissions, counts: RequestCounts
+    status: WorkerStatus, attempts: Attempts[Any], queue: Admissions, room: PromptRoom, counts: RequestCounts
 ) -> WorkerStatus:
     """The status with the requests of a worker of either role."""
     counted = replace(
-        status, attempts=len(attempts), queued=queue.waiting, queued_prefill_tokens=queue.tokens
+        status,
+        attempts=len(attempts),
+        queued=queue.waiting + room.waiting,
+        queued_prefill_tokens=queue.tokens,
     )
     return counts.onto(counted)
 
 
-def of_queue(queue: Admissions, ended: Mapping[str, float]) -> list[ScrapedMetric]:
-    """Prompts that wait for their turn: all of them at a prefill worker, local prefills at a decode worker."""
+def of_queue(queue: Admissions, room: PromptRoom, ended: Mapping[str, float]) -> list[ScrapedMetric]:
+    """Prompts that wait for their turn, or before it for room: all of them at a prefill worker, local prefills at a decode
+    worker."""
+
+    def by_class() -> dict[str, int]:
+        of_room = room.waiting_by_class()
+        return {name: count + of_room[name] for name, count in queue.waiting_by_class().items()}
+
     return [
-        declared.QUEUE_REQUESTS.read(queue.waiting_by_class),
-        declared.QUEUE_OLDEST.read(queue.oldest_seconds),
+        declared.QUEUE_REQUESTS.read(by_class),
+        declared.QUEUE_OLDEST.read(lambda: max(queue.oldest_seconds(), room.oldest_seconds())),
         declared.ADMITTED_TOKENS.read(lambda: queue.inside_tokens),
         declared.ATTEMPTS_ENDED.read(lambda: ended),
     ]

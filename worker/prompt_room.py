@@ -2,13 +2,14 @@
 
 All of a prompt's are computed at once, 5 MiB for 32,000 tokens with 20 alternatives, and routers take them as their
 clients read. A request that asks for some waits until there is room, before its turn at the engine; a tenant that holds
-none enters beyond the bound, so that clients of one tenant which do not read keep no other tenant out.
+none in a class enters beyond the bound, so that clients which do not read keep no other tenant out, and requests that hold
+room while they wait for their turn keep none of a higher class out.
 """
 
 from __future__ import annotations
 
 from wire import common_pb2
-from worker.admission import Admission
+from worker.admission import Admission, class_of
 from worker.attempt_log import AttemptLog
 
 MAX_UNREAD_BYTES = 64 << 20
@@ -24,12 +25,23 @@ class PromptRoom:
     def held_bytes(self) -> int:
         return self._admission.inside_tokens
 
+    @property
+    def waiting(self) -> int:
+        return self._admission.waiting
+
+    def waiting_by_class(self) -> dict[str, int]:
+        return self._admission.waiting_by_class()
+
+    def oldest_seconds(self) -> float:
+        """How long the oldest request has waited. Any thread."""
+        return self._admission.oldest_seconds()
+
     async def enter(self, spec: common_pb2.GenerateSpec, log: AttemptLog, seconds: float) -> None:
         """Return once there is room; the log gives it back when nearly all is read, or when it is forgotten. Raises
         DeadlineError after `seconds`."""
         if not spec.sampling.prompt_logprobs:
             return
-        tokens, tenant = len(spec.prompt_tokens) // 4, spec.tenant
+        tokens, holder = len(spec.prompt_tokens) // 4, f"{spec.tenant}\0{class_of(spec.priority)}"
         size = tokens * (TOKEN_BYTES + ENTRY_BYTES * (1 + spec.sampling.prompt_top_logprobs))
-        await self._admission.enter(size, spec.priority, seconds, tenant, spec.weight)
-        log.hold_room(lambda: self._admission.leave(size, tenant))
+        await self._admission.enter(size, spec.priority, seconds, holder, spec.weight)
+        log.hold_room(lambda: self._admission.leave(size, holder))

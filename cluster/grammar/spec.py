@@ -88,8 +88,16 @@ def why_choices_too_long(texts: Sequence[str]) -> str:
     """Why a grammar cannot have these choices, before their JSON is made: a request may have megabytes of them. Empty if
     it probably can."""
     count = len(texts)
-    if _CHOICE_BYTES * count <= MAX_GRAMMAR_BYTES:
-        size = sum(map(len, texts)) + _CHOICE_BYTES * count
-        if size <= MAX_GRAMMAR_BYTES:
-            return ""
+    if reason := why_too_many_choices(count):
+        return reason
+    size = sum(map(len, texts)) + _CHOICE_BYTES * count
+    return _too_many(count) if size > MAX_GRAMMAR_BYTES else ""
+
+
+def why_too_many_choices(count: int) -> str:
+    """Why a grammar cannot have so many choices, however short; empty if it can."""
+    return _too_many(count) if _CHOICE_BYTES * count > MAX_GRAMMAR_BYTES else ""
+
+
+def _too_many(count: int) -> str:
     return f"{count} choices; at most {MAX_GRAMMAR_BYTES} bytes of JSON are allowed"

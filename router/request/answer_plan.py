@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
@@ -13,6 +13,8 @@ from router.request.fields import refuse
 from router.request.first_call import FirstCall
 from router.request.grammars import RequestedGrammar, json_spec
 from router.text.conversation import Conversation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,13 @@ class AnswerPlans:
             )
         answer = None if asked is None else asked.spec
         spec = self._made(name, lambda: self._formats.tool_grammar(conversation, rendered, answer))
+        schemas = self._made(name, lambda: _schemas(conversation))
         whole = RequestedGrammar(name, spec)
         parts = () if asked is None else (asked,)
-        return AnswerPlan(parsed, whole, (*parts, *_schemas(conversation), whole))
+        return AnswerPlan(parsed, whole, (*parts, *schemas, whole))
 
     @staticmethod
-    def _made(name: str, make: Callable[[], GrammarSpec]) -> GrammarSpec:
+    def _made(name: str, make: Callable[[], T]) -> T:
         try:
             return make()
         except ValueError as error:
@@ -156,7 +159,7 @@ def _demanding(conversation: Conversation) -> str:
 
 
 def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
-    """Schemas of the arguments that a grammar contains."""
+    """Schemas of the arguments that a grammar contains. Raises ValueError."""
     wanted = {tool.name for tool in conversation.callable}  # a Tool compares its whole schema
     return [
         RequestedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))

@@ -10,6 +10,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -32,7 +33,18 @@ Bound = float | str
 Schema = dict[str, Any]
 M = TypeVar("M", bound="RequestModel")
 
-_SHOWN = reprlib.Repr()
+
+class _Repr(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """In their own order: sorting the members that a body may have takes 25 ms of the event loop."""
+        if not x or level <= 0:
+            return "{...}" if x else "{}"
+        shown = islice(x.items(), self.maxdict)
+        pieces = [f"{self.repr1(key, level - 1)}: {self.repr1(one, level - 1)}" for key, one in shown]
+        return f"{{{', '.join([*pieces, *(['...'] if len(x) > self.maxdict else [])])}}}"
+
+
+_SHOWN = _Repr()
 _SHOWN.maxstring = _SHOWN.maxother = MAX_SHOWN
 _WRONG_TYPE = {
     "bool_type": "must be true or false",

@@ -14,7 +14,7 @@ import orjson
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
-from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
+from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long, why_too_many_choices
 from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
 from router.request.grammar_verdict import NO_LINE_END
 from router.text import written_numbers
@@ -78,11 +78,17 @@ class GrammarChecks:
         self._raise_refused(grammars, self._checked)
         if all(one.spec.key in self._checked for one in grammars):
             return
+        field = grammars[-1].field
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._try(grammars, tenant)
+        except OverloadedError as error:  # of all requests that wait for the same
+            wait = error.retry_after_seconds
+            raise OverloadedError(
+                f"{field}: {error.message}", field=field, retry_after_seconds=wait
+            ) from None
         except TimeoutError:
-            field, limit = grammars[-1].field, f"{CHECK_SECONDS:g} s"
+            limit = f"{CHECK_SECONDS:g} s"
             raise OverloadedError(
                 f"{field}: grammars wait longer than {limit} to be compiled",
                 field=field,
@@ -228,8 +234,13 @@ def _has_infinite(schema: object) -> bool:
 
 def choice_spec(texts: object) -> GrammarSpec:
     """Raises ValueError."""
-    if not isinstance(texts, list) or not texts or not set(map(type, texts)) <= {str}:
-        raise ValueError("must be a non-empty list of texts")
+    wrong = ValueError("must be a non-empty list of texts")
+    if not isinstance(texts, list) or not texts:
+        raise wrong
+    if reason := why_too_many_choices(len(texts)):  # counted before they are looked at
+        raise ValueError(reason)
+    if not set(map(type, texts)) <= {str}:
+        raise wrong
     if reason := why_choices_too_long(texts):
         raise ValueError(reason)
     return spec_of("choice", GrammarSpec.of_choices(texts).text)

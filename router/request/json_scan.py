@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 
 MAX_PATH = 200
+SCAN_BYTES = 1 << 16  # in a step: less than 1 ms
 _QUOTE = ord('"')
 # The parser's cost of an element, in multiples of a whole number in a list: texts, and numbers with a fraction or an
 # exponent, cost about ten times as much, lists and objects more.

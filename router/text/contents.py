@@ -83,22 +83,18 @@ class Contents:
         """
         if self._unmarkable:
             self._refuse(values)
-        special = self._special
-        if special is None or not any(map(self._holds_special, texts(values))):
+        if self._special is None or not any(map(self._holds_special, texts(values))):
             return values, ""
-        used = {one for text in texts(values) for one in _MARK.findall(text)}
+        used = {one for text in texts(values) for piece in _in_pieces(text) for one in _MARK.findall(piece)}
         mark = next((one for one in map(chr, _MARKS) if one not in used), None)
         if mark is None:
             raise InvalidRequestError("messages: hold too many private-use characters", field="messages")
-
-        def broken(found: re.Match[str]) -> str:
-            return found[0][0] + mark + found[0][1:]
 
         # Each pass marks what does not overlap; breaking one text may leave another that overlapped it.
         def protect(value: Any) -> Any:
             if isinstance(value, str):
                 while self._holds_special(value):
-                    value = special.sub(broken, value)
+                    value = self._broken(value, mark)
                 return value
             if isinstance(value, Mapping):
                 return {protect(key): protect(one) for key, one in value.items()}
@@ -107,11 +103,30 @@ class Contents:
         return cast(T, protect(values)), mark
 
     def _holds_special(self, text: str) -> bool:
-        """Searches in pieces, between which other threads run: two megabytes take 40 ms."""
+        return next(self._found(text), None) is not None
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms."""
         special, more = self._special, self._longest - 1
         assert special is not None
-        places = range(0, len(text), PIECE_CHARACTERS)
-        return any(special.search(text, at, at + PIECE_CHARACTERS + more) is not None for at in places)
+        at = 0
+        while at < len(text):
+            end = at + PIECE_CHARACTERS
+            found = special.search(text, at, end + more)
+            if found is None or found.start() >= end:  # there it may be cut short
+                at = end
+            else:
+                yield found
+                at = found.end()
+
+    def _broken(self, text: str, mark: str) -> str:
+        """The text with the mark behind the first character of each special token's text."""
+        pieces: list[str] = []
+        end = 0
+        for found in self._found(text):
+            pieces += text[end : found.start() + 1], mark
+            end = found.start() + 1
+        return "".join((*pieces, text[end:]))
 
     def _refuse(self, values: Any) -> None:
         for field, text in _named_texts(values):
@@ -128,10 +143,9 @@ class Contents:
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, Tokenizer]]:
         """Split at the template's special tokens, as the tokenizer itself does before anything else, with the white space
         that these take; what has no marks stays together."""
-        assert self._special is not None
         text, mark = rendered.text, rendered.mark
         begin = end = 0
-        for found in (*self._special.finditer(text), None):
+        for found in (*self._found(text), None):
             until = found.start() if found is not None else len(text)
             between = text[end:until]
             if mark in between:
@@ -160,6 +174,11 @@ def texts(values: Any) -> Iterator[str]:
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
+
+
+def _in_pieces(text: str) -> Iterator[str]:
+    """Between which other threads run."""
+    return (text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS))
 
 
 def _named_texts(values: Any) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text import written_numbers
+from router.text import json_pieces, written_numbers
 
 MARK_NAME = "baton_mark"  # the variable with the mark of special tokens (router/text/contents.py)
 WRITTEN_NAME = (
@@ -68,7 +68,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without the HTML escapes of jinja's own filter."""
-    dumps = written_numbers.dumps if context.get(WRITTEN_NAME) else json.dumps
+    dumps = written_numbers.dumps if context.get(WRITTEN_NAME) else json_pieces.dumps
     text = dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     mark = context.get(MARK_NAME)  # must be found again in the rendered text
     return text.replace(json.dumps(mark)[1:-1], mark) if ensure_ascii and mark else text

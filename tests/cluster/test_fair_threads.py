@@ -180,3 +180,19 @@ async def test_a_turn_that_comes_just_before_the_end_is_refused() -> None:
     with pytest.raises(DrainingError):
         await asyncio.wait_for(waiting, 20)
     assert await running == "runs"
+
+
+async def test_a_thread_that_cannot_be_started_costs_one_call(
+    threads: FairThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call's turn went with it: a pool that had met it once never ran anything again."""
+
+    def none_free(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads._executor, "submit", none_free)
+        with pytest.raises(RuntimeError):
+            await threads.run("a", int)
+    async with asyncio.timeout(20):
+        assert await threads.run("a", int) == 0

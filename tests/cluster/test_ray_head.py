@@ -90,6 +90,25 @@ def test_a_silence_is_logged_once_and_ends(unasked: None, caplog: pytest.LogCapt
     assert caplog.messages[0].endswith(": nothing is replaced") and "responds again" in caplog.messages[1]
 
 
+def test_a_probe_that_cannot_be_sent_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is repeated every half second, for as long as a certificate is unreadable, for example."""
+    monkeypatch.setattr(ray_head, "_ATTEMPT_SECONDS", 0.0)
+    asked, enough = list[str](), threading.Event()
+
+    def unreadable(address: str, seconds: float) -> Reply:
+        asked.append("one" if len(asked) < 3 else "other")
+        if len(asked) > 6:
+            enough.set()
+        raise PermissionError(asked[-1])
+
+    watch = RayHeadWatch(HEAD, means="nothing starts", probe=unreadable)
+    assert enough.wait(30)
+    watch.close()
+    assert sum("cannot be asked" in one.message for one in caplog.records) == 2
+
+
 def test_a_stop_of_the_watching_process_is_no_silence(unasked: None) -> None:
     clock = Clock()
     watch = RayHeadWatch(HEAD, means="", clock=clock)

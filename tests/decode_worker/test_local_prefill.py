@@ -236,6 +236,29 @@ async def test_compiles_keep_no_other_request_out(local):
     assert len(waiting) == 4 and len(local.outcomes) == 6
 
 
+async def test_a_grammar_that_left_the_cache_before_its_turn_is_compiled_within_the_bound_of_compiles(local):
+    compiling, admission = Compiling(local), local.role.attempts.admission
+    first = [local.ask(f"first{index}", "t") for index in range(2)]  # fill the bound
+    local.core.compiled_already.add("b+")
+    ids = [local.ask(f"late{index}", "t", grammar="b+") for index in range(4)]
+    await local.settle()
+    assert admission.plain.waiting == 4 and not compiling.answers
+    local.core.compiled_already.clear()
+    for transfer_id in first:
+        await local.role.cancel(local.role.attempts.get(transfer_id))
+    await local.settle()
+    assert not admission.plain.inside_tokens and not admission.plain.waiting
+    assert len(compiling.answers) == 2 and admission.compiling.waiting == 2
+    await local.role.cancel(local.role.attempts.get(ids[3]))  # while it waits for its second turn
+    compiling.answers[0].set_exception(InvalidRequestError("grammar: no"))
+    await local.settle()
+    assert len(compiling.answers) == 3 and not admission.waiting
+    for attempt in list(local.role.attempts.all()):
+        await local.role.cancel(attempt)
+    await local.settle()
+    assert not admission.inside_tokens and len(local.outcomes) == 6
+
+
 @pytest.mark.parametrize("error", [InvalidRequestError("grammar: no"), DrainingError("it stops")])
 async def test_a_grammar_that_is_not_compiled_returns_the_turn(local, error):
     compiling = Compiling(local)

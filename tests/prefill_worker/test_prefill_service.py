@@ -219,8 +219,7 @@ async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeyp
         enter, add, priorities = world.role.prefilling.admission.enter, world.engine.add, []
 
         async def aged(*arguments, **named):
-            await enter(*arguments, **named)
-            return 1
+            return 1, (await enter(*arguments, **named))[1]
 
         monkeypatch.setattr(world.role.prefilling.admission, "enter", aged)
 

@@ -7,15 +7,19 @@ import asyncio
 import numpy as np
 import pytest
 
+from cluster.membership.status import WorkerStatus
 from cluster.protocol.link import prompt_window_of
 from engine.prompt_scores import Scores
 from engine.request import PromptEmbedding, PromptOutput
 from wire import common_pb2
+from worker.admission import Admissions
 from worker.attempt_log import AttemptLog
 from worker.link import outgoing
 from worker.link.handle import Handle, HandleState
 from worker.link.outgoing import Outgoing
+from worker.metrics import of_queue, of_requests
 from worker.prompt_room import PromptRoom
+from worker.request_counts import RequestCounts
 
 COUNT, TOP = 2000, 20
 WINDOW = prompt_window_of(TOP)
@@ -153,13 +157,17 @@ def test_an_embedding_is_sent_before_the_token_that_ends_its_attempt_and_pauses_
     assert (sent.choice, sent.position, sent.token_id, sent.embedding) == (1, 1, 7, b"12345678")
 
 
-def scored_spec(tenant: str = "", count: int = COUNT) -> common_pb2.GenerateSpec:
+def scored_spec(tenant: str = "", count: int = COUNT, priority: int = 0) -> common_pb2.GenerateSpec:
     sampling = common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=True, prompt_top_logprobs=TOP)
-    return common_pb2.GenerateSpec(prompt_tokens=bytes(4 * count), sampling=sampling, n=2, tenant=tenant)
+    return common_pb2.GenerateSpec(
+        prompt_tokens=bytes(4 * count), sampling=sampling, n=2, tenant=tenant, priority=priority
+    )
 
 
-async def enters(room: PromptRoom, log: AttemptLog, tenant: str = "") -> asyncio.Task[None]:
-    task = asyncio.create_task(room.enter(scored_spec(tenant), log, 60.0))
+async def enters(
+    room: PromptRoom, log: AttemptLog, tenant: str = "", priority: int = 0
+) -> asyncio.Task[None]:
+    task = asyncio.create_task(room.enter(scored_spec(tenant, priority=priority), log, 60.0))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return task
@@ -195,3 +203,39 @@ async def test_unread_log_probabilities_are_bounded():
     assert room.held_bytes == 0
     await room.enter(common_pb2.GenerateSpec(), logs[0], 1.0)
     assert room.held_bytes == 0, "others hold none"
+
+
+async def test_requests_that_hold_room_keep_none_of_a_higher_class_out():
+    """They hold it while they wait for their turn, which those of a higher class have first."""
+    size = COUNT * (4 + 8 * (1 + TOP))
+    room, logs = PromptRoom(30.0, size), [log_of() for _ in range(5)]
+    asked = [(-1, True), (0, True), (1, True), (1, False), (-1, False)]
+    tasks = []
+    for log, (priority, enters_now) in zip(logs, asked, strict=True):
+        tasks.append(await enters(room, log, "t", priority))
+        assert tasks[-1].done() == enters_now
+    assert room.held_bytes == 3 * size
+    assert room.waiting == 2 and room.waiting_by_class() == {"high": 1, "normal": 0, "batch": 1}
+    logs[2].release_room()
+    await tasks[3]
+    assert not tasks[4].done(), "the batch class holds room"
+    for log in logs:
+        log.release_room()
+    await tasks[4]
+    logs[4].release_room()
+    assert not room.held_bytes and not room.waiting
+
+
+async def test_requests_that_wait_for_room_are_queued():
+    room, queue = PromptRoom(30.0, 1), Admissions(1)
+    status = of_requests(WorkerStatus(), [], queue, room, RequestCounts())  # type: ignore[arg-type]
+    assert status.queued == 0
+    logs = [log_of() for _ in range(2)]
+    tasks = [await enters(room, log, "t") for log in logs]
+    status = of_requests(WorkerStatus(), [], queue, room, RequestCounts())  # type: ignore[arg-type]
+    by_class, oldest, *_ = (one.read() for one in of_queue(queue, room, {}))
+    assert status.queued == 1 and by_class == {"high": 0, "normal": 1, "batch": 0}
+    assert queue.oldest_seconds() == 0.0 != oldest
+    logs[0].release_room()
+    await asyncio.gather(*tasks)
+    logs[1].release_room()

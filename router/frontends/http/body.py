@@ -14,10 +14,9 @@ from cluster.config.router import RequestLimits
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
-from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan, path_behind
+from router.request.json_scan import MAX_COST_PER_BYTE, SCAN_BYTES, JsonScan, path_behind
 from router.text.written_numbers import is_too_large
 
-SCAN_BYTES = 1 << 16
 _KEPT = b'"tool_use"'
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.errors import UnsupportedFieldError
-from cluster.grammar.spec import GrammarSpec
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec
 from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans, NoFormats
 from router.request.grammars import ANY_OBJECT, RequestedGrammar
@@ -128,3 +128,11 @@ def test_tools_without_a_parser_are_refused_unless_none_may_be_called():
     assert caught.value.field == "tools"
     plan = planned(ASKED, formats=NoFormats(), tools=[LOOSE], tool_choice="none")
     assert (plan.format, plan.grammar) == (None, ASKED)
+
+
+def test_schemas_that_no_grammar_can_have_are_refused_though_the_whole_has_none_of_them():
+    """An answer in gpt-oss's format that continues a message has no calls, nor their schemas."""
+    long = Tool("long", None, {"type": "object", "description": "x" * MAX_GRAMMAR_BYTES}, strict=True)
+    with pytest.raises(InvalidRequestError) as caught:
+        planned(ASKED, tools=[long])
+    assert caught.value.field == "tools[0].function.strict"

@@ -327,3 +327,29 @@ async def test_whether_a_line_end_may_begin_an_answer_is_found_by_the_library(ch
         assert (await checks.with_known_begin("t", asked)).spec.bare == bare
     regex = RequestedGrammar("guided_regex", GrammarSpec("regex", "a"))
     assert await checks.with_known_begin("t", regex) is regex
+
+
+async def test_where_no_process_can_tell_the_error_names_the_field(tmp_path, monkeypatch):
+    monkeypatch.setattr(grammar_trial.GrammarTrials, "_ask", lambda *_: json.dumps("no verdict").encode())
+    model = make_model_text(tmp_path)
+    checks = GrammarChecks((model / "tokenizer.json").read_text(), VOCAB, (2,))
+    try:
+        with pytest.raises(OverloadedError) as caught:
+            await checks.check("", RequestedGrammar("response_format", json_spec({})))
+    finally:
+        checks.close()
+    assert caught.value.field == "response_format" and caught.value.retry_after_seconds > 0
+    assert caught.value.message.startswith("response_format: ")
+
+
+def test_choices_are_counted_before_they_are_looked_at():
+    """A million numbers took 25 ms of the event loop."""
+
+    class Unread(list[int]):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    with pytest.raises(ValueError, match="50000 choices"):
+        choice_spec(Unread([1] * 50_000))
+    with pytest.raises(ValueError, match="must be a non-empty list of texts"):
+        choice_spec([1])

@@ -13,6 +13,8 @@ from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import check_conversation, read_conversation
 from router.frontends.http.requests import ChatCompletionRequest, read_request
 from router.frontends.http.responses.input_items import read_items
+from router.request import json_text
+from router.request.json_scan import SCAN_BYTES, JsonScan
 from router.request.json_text import INVALID_JSON, JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
@@ -218,3 +220,23 @@ def test_neutral_values_ask_for_nothing():
     assert conversation(tools=[], tool_choice="auto", parallel_tool_calls=None) == plain
     assert conversation(tools=None, tool_choice=None, chat_template_kwargs={}) == plain
     assert conversation(tools=[tool()], tool_choice="none").callable == ()
+
+
+def test_long_texts_are_measured_in_pieces(monkeypatch):
+    """Of 8 MiB at once the interpreter lock was held for 0.2 s; what is beyond a limit is not looked at."""
+    lengths = []
+
+    class Counted(JsonScan):
+        def read(self, piece):
+            lengths.append(len(piece))
+            super().read(piece)
+
+    monkeypatch.setattr(json_text, "JsonScan", Counted)
+    texts = JsonTexts(CONFIG)
+    text = json.dumps({"a": 3 * SCAN_BYTES * "x", "b": '"\\' * SCAN_BYTES})
+    assert texts.object(text, "arguments") == json.loads(text)
+    assert sum(lengths) == len(text) and max(lengths) <= SCAN_BYTES
+    lengths.clear()
+    with pytest.raises(InvalidRequestError, match="nested deeper"):
+        texts.object("[" * 40 + 5 * SCAN_BYTES * " ", "arguments")
+    assert len(lengths) == 1

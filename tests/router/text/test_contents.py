@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,6 +239,52 @@ def test_long_contents_are_searched_in_pieces(monkeypatch):
     monkeypatch.setattr(contents, "_special", SimpleNamespace(search=lambda *given: ends.append(given[1:])))
     assert contents.marked(["z" * 20])[1] == ""
     assert ends == [(0, 14), (8, 22), (16, 30)]
+
+
+class _Counted:
+    """A pattern that keeps the lengths of what it looks through."""
+
+    def __init__(self, pattern):
+        self._pattern, self.lengths = pattern, []
+
+    def search(self, text, begin=0, end=None):
+        self.lengths.append(min(len(text), len(text) if end is None else end) - begin)
+        return self._pattern.search(text, begin, len(text) if end is None else end)
+
+    def findall(self, text):
+        self.lengths.append(len(text))
+        return self._pattern.findall(text)
+
+    finditer = sub = None  # they look through the whole text, or up to the next match
+
+
+def test_contents_with_special_tokens_are_marked_and_encoded_in_pieces(monkeypatch):
+    """Of one special token at the end of 2 MiB, marking held the interpreter lock for 30 ms, encoding for 25 ms."""
+    contents = Contents(byte_level(AddedToken("<|eot|>", special=True)))
+    special, marks = _Counted(contents._special), _Counted(contents_module._MARK)
+    monkeypatch.setattr(contents, "_special", special)
+    monkeypatch.setattr(contents_module, "_MARK", marks)
+    piece = contents_module.PIECE_CHARACTERS
+    content = 3 * piece * "<" + "<|eot|>"
+    (found,), mark = contents.marked([content])
+    assert found == content.replace("<|", f"<{mark}|")
+    assert content.startswith(
+        "".join(part for part, _ in contents._pieces(Rendered(found, mark))).replace(mark, "")
+    )
+    assert max(special.lengths) <= piece + len("<|eot|>") and max(marks.lengths) <= piece
+
+
+@pytest.mark.parametrize("piece", range(1, 9))
+def test_pieces_have_the_matches_of_the_whole_text(monkeypatch, piece):
+    monkeypatch.setattr(contents_module, "PIECE_CHARACTERS", piece)
+    names = ("<a>", "<a><b>", "<a", "<ab>", "b>", "x*", "x*.", "[x]")
+    contents = Contents(byte_level(*(AddedToken(one, special=True) for one in names)))
+    special, draws = contents._special, random.Random(piece)
+    assert special is not None
+    for _ in range(200):
+        text = "".join(draws.choices("<a>b[x]*. ", k=24))
+        whole = [found.span() for found in special.finditer(text)]
+        assert [found.span() for found in contents._found(text)] == whole
 
 
 def test_of_texts_with_the_same_beginning_the_longest_is_found():

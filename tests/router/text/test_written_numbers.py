@@ -85,6 +85,7 @@ def test_the_search_finds_what_regular_expressions_find(monkeypatch: pytest.Monk
         assert written_numbers.may_differ(raw) == bool(differs.search(raw)), raw
         if zero.search(raw):
             assert written_numbers.may_have_zero(raw), raw
+        assert written_numbers.may_have_minus_zero(raw) == (b"-0" in raw), raw
 
 
 def test_a_number_that_is_not_kept_as_written_is_named() -> None:

@@ -28,6 +28,19 @@ def hold(stack: contextlib.ExitStack, where: tuple[str, int], number: int) -> li
     return held
 
 
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other side has closed or reset a connection; what it sent before is dropped."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(65536):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     """Of HTTP/2."""
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import psutil
 from cluster.config.router import RouterConfig
 from router.admission.descriptors import fitted
 from tests.harness import router_process as router_setup
-from tests.security.attacks.grpc_frames import address, hold
+from tests.harness.waiting import wait_for
+from tests.security.attacks.grpc_frames import address, has_ended, hold
 
 
 def test_connection_limits_fit_the_descriptors() -> None:
@@ -38,9 +38,9 @@ def test_with_few_descriptors_no_port_takes_them_from_the_other(
     }
     monkeypatch.setattr(sys, "executable", str(python))
     with router_setup.run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
-        hold(stack, address(router), 320)
-        hold(stack, router.address, 320)
-        time.sleep(1)
+        held = [*hold(stack, address(router), 320), *hold(stack, router.address, 320)]
+        # So many have no place: every one has been accepted once these are closed
+        wait_for(lambda: sum(map(has_ended, held)) > 640 - 300, 30, "those without a place are closed")
         assert psutil.Process(router.pid).num_fds() < 300
         assert httpx.get(f"{router.http}/health", timeout=10).status_code == 200
         said = router.log.read_text()

@@ -109,7 +109,7 @@ class WrittenInputs:
         if not written_numbers.may_have_zero(parsed):  # orjson writes -0 so too
             return False
         if self._has_minus_zero is None:
-            self._has_minus_zero = b"-0" in self._text
+            self._has_minus_zero = written_numbers.may_have_minus_zero(self._text)
         return self._has_minus_zero
 
 
