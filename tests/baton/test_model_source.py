@@ -106,7 +106,8 @@ def test_time_and_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_failure_that_lasts_until_the_deadline_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr("baton.model_source.time", clock)
     with pytest.raises(DeadlineError, match=r"--seconds allows; http://127\.0\.0\.1:1: .*refused"):
