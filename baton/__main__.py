@@ -1,3 +1,3 @@
-from baton.cli.main import main
+from baton.cli.entry import main
 
 main()

@@ -89,6 +89,7 @@ class Chat:
             self.console.print()
             return None
         except KeyboardInterrupt:  # nothing to stop: as in a shell, a fresh prompt
+            self._note("\nCtrl-D or /quit leaves")
             return ""
 
     def _command(self, line: str) -> bool:

@@ -202,12 +202,14 @@ class Hub:
         return answer
 
     def _retry(self, call: Any) -> Any:
+        failed = ""
         for attempt in range(1, TRIES + 1):
-            self.check_time()
+            self.check_time(failed)
             try:
                 result = call()
             except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-                self.check_time()
+                failed = f"; {self._endpoint}: {str(error) or type(error).__name__}"
+                self.check_time(failed)
                 if attempt == TRIES:
                     raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
                 time.sleep(PAUSE_SECONDS * attempt)
@@ -216,10 +218,10 @@ class Hub:
                 return result
         raise AssertionError("the last attempt returns or raises")
 
-    def check_time(self) -> None:
-        """Raise DeadlineError after the deadline."""
+    def check_time(self, failed: str = "") -> None:
+        """Raise DeadlineError after the deadline. `failed`: what failed last, as the end of the sentence."""
         if time.monotonic() > self._deadline:
-            raise DeadlineError("the download takes longer than --seconds allows", field="seconds")
+            raise DeadlineError(f"the download takes longer than --seconds allows{failed}", field="seconds")
 
 
 def _parsed(endpoint: str) -> httpx.URL:

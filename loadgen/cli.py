@@ -205,18 +205,26 @@ def _check_reachable(configs: list[LoadConfig]) -> None:
 
 
 def _why_not(config: LoadConfig, address: str) -> str:
+    context = _context(config, address)
+    if config.protocol == "http":
+        return why_not_http(address, tls=context)
+    found = why_not_grpc(address, tls=context)
+    if found is None:
+        return ""
+    return f"{found.reason}; --protocol http loads an HTTP port" if found.is_http else found.reason
+
+
+def _context(config: LoadConfig, address: str) -> ssl.SSLContext | None:
+    """What a client of `address` trusts; None without TLS: making one reads certificates, which takes 20 ms."""
+    secure = address.startswith("https://") if config.protocol == "http" else config.tls
+    if not secure and config.tls_ca is None:
+        return None
     try:
-        context = ssl.create_default_context(cafile=config.tls_ca)
+        return ssl.create_default_context(cafile=config.tls_ca)
     except OSError as error:  # ssl.SSLError is one
         raise typer.BadParameter(
             f"--tls-ca {config.tls_ca} cannot be read: {error.strerror or error}"
         ) from None
-    if config.protocol == "http":
-        return why_not_http(address, tls=context)
-    found = why_not_grpc(address, tls=context if config.tls or config.tls_ca is not None else None)
-    if found is None:
-        return ""
-    return f"{found.reason}; --protocol http loads an HTTP port" if found.is_http else found.reason
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from loadgen.config import LoadConfig
+from loadgen.reach import goes_by_proxy
 from loadgen.record import QUEUES, STAGES, RequestRecord
 from loadgen.target import Clock, RequestFailed
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
@@ -85,13 +86,14 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
 
 
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
+    options = [*_OPTIONS, ("grpc.enable_http_proxy", int(goes_by_proxy(address)))]
     if not config.tls and config.tls_ca is None:
-        return grpc.aio.insecure_channel(address, _OPTIONS)
+        return grpc.aio.insecure_channel(address, options)
     ca, key, cert = (
         file.read_bytes() if file is not None else None
         for file in (config.tls_ca, config.tls_key, config.tls_cert)
     )
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), _OPTIONS)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+from ipaddress import IPv6Address
 from typing import NamedTuple
 from urllib.request import proxy_bypass
 
@@ -61,6 +62,10 @@ def why_not_grpc(address: str, *, tls: ssl.SSLContext | None) -> NotGrpc | None:
             "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)", is_http=True
         )
     found = _HOST_PORT.match(address)
+    if found is None and _is_bare_v6(address):
+        return NotGrpc(f"an IPv6 address is written in brackets, before its port: [{address}]:50051")
+    if not address:
+        return NotGrpc("an address is written host:port")
     if found is None or _by_proxy(found["v6"] or found["host"]):
         return None
     if not found["port"]:
@@ -141,6 +146,19 @@ def _is_trusted(endpoint: tuple[str, int], context: ssl.SSLContext) -> bool:
         return False
     except (OSError, ValueError):  # ValueError: no name that a certificate may hold
         return True
+
+
+def goes_by_proxy(address: str) -> bool:
+    """Whether gRPC is to reach `address` by a proxy of the environment, which it would use for loopback addresses too."""
+    found = _HOST_PORT.match(address)
+    return found is None or _by_proxy(found["v6"] or found["host"])
+
+
+def _is_bare_v6(address: str) -> bool:
+    try:
+        return bool(IPv6Address(address))
+    except ValueError:
+        return False
 
 
 def _by_proxy(host: str) -> bool:

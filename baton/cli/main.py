@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from baton.cli.fetch import fetch
 from baton.cli.output import say
 from baton.cli.pools import pools, serve_app
 from baton.cli.selftest import selftest
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError, ConfigError, UnauthenticatedError
 from loadgen.cli import load
 
 # Modules that are not in the base install, by the first extra that has them.
@@ -100,10 +101,11 @@ app.add_typer(keys, name="keys", rich_help_panel="Security")
 def main() -> None:
     """Run a command. An error of ours, a missing extra or a full disk is one sentence on stderr and exit code 1."""
     _end_by_sigterm_in_a_container()
+    _show_what_can_be_shown()
     try:
         app()
     except BatonError as error:
-        _fail(error.message + (f" [{error.field}]" if error.field else ""))
+        _fail(error.message + _way(error) + (f" [{error.field}]" if error.field else ""))
     except ModuleNotFoundError as error:
         if (extra := missing_extra(error.name)) is None:
             raise
@@ -123,10 +125,22 @@ def _end_by_sigterm_in_a_container() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
+def _way(error: BatonError) -> str:
+    """What a router's sentence on headers means for who types commands."""
+    unnamed = isinstance(error, UnauthenticatedError) and "--api-key" not in error.message
+    return "; give it by BATON_API_KEY or --api-key" if unnamed else ""
+
+
 def missing_extra(module: str | None) -> str | None:
     """The extra of this package that installs a module which a command has not found; None = none does."""
     name = (module or "").partition(".")[0]
     return next((extra for extra, modules in _EXTRAS.items() if name in modules), None)
+
+
+def _show_what_can_be_shown() -> None:
+    """Print ? for what the terminal's encoding has not (tables and texts in the locale C), which would be an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -13,6 +13,7 @@ from baton.doctor.checks import Check, Finding
 from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
 from cluster.redis.rights import Component, Rights, lacking
+from cluster.redis.server import why_unusable
 from cluster.redis.urls import Kind, seeds_of, with_hash_tag, without_password
 from router.rights import index_rights as of_routers_index
 from router.rights import rights as of_router
@@ -26,7 +27,6 @@ RIGHTS: Mapping[Component, Callable[[str], Rights]] = {
     "router-index": of_routers_index,
     "worker-index": of_workers_index,
 }
-OLDEST = (6, 2)
 
 
 def check_redis(url: str) -> Check:
@@ -80,18 +80,8 @@ def check_server(url: str, namespace: str) -> Check:
 
 
 def _judge_server(info: Mapping[str, Any], kind: Kind | None, found: str) -> Finding:
-    version = tuple(int(number) for number in str(info["redis_version"]).split(".")[:2])
-    if version < OLDEST:
-        return Finding("missing", found, f"Redis {'.'.join(map(str, OLDEST))} or later, or Valkey, is needed")
-    if info["role"] != "master":
-        return Finding(
-            "missing", found, "it takes no writes: name the master, or its Sentinels: redis+sentinel://…"
-        )
-    clustered = bool(info.get("cluster_enabled"))
-    if clustered and kind != "cluster":
-        return Finding(
-            "missing", found, "it is a node of a cluster, where keys move: write redis+cluster://…"
-        )
+    if why := why_unusable(info, kind):
+        return Finding("missing", found, why)
     if kind == "sentinel" and not info["connected_slaves"]:
         return Finding("warning", found, "the master has no replica that its Sentinels could promote")
     return Finding("ok", found)

@@ -38,6 +38,7 @@ from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import why_silent
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.server import ask_why_unusable
 from cluster.redis.urls import with_hash_tag, without_password
 
 START_SECONDS = 300.0
@@ -58,6 +59,7 @@ class LocalCluster:
         """Raises ConfigError if the state file cannot be written, SetupError if no file can."""
         if options.state_file is not None:
             check_writable(options.state_file, "--state-file", "state_file")
+        self._notices = ExitNotices(options.tls.peers())  # first: it raises where certificates are wrong
         self._options = options
         self._start_seconds = start_seconds
         self._progress = progress
@@ -73,7 +75,6 @@ class LocalCluster:
         self._routers = Supervisor()
         self._workers = Supervisor()
         self._servers = Supervisor()  # Redis
-        self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
         self._ports: dict[str, dict[str, int]] = {}  # last ports of each router
         self._unwritten = False  # the last write of the state file failed
@@ -204,22 +205,22 @@ class LocalCluster:
         return [*self._servers.children, *self._routers.children, *self._workers.children, *ray]
 
     def _start_redis(self) -> None:
-        if self._options.index_url and (
-            why := why_silent(with_hash_tag(self._options.index_url, self._namespace))
-        ):
-            raise SetupError(
-                f"{why}; start one there, or omit --index-url: the prefix index then shares the other Redis",
-                field="index_url",
-            )
+        if self._options.index_url:
+            advice = "start one there, or omit --index-url: the prefix index then shares the other Redis"
+            self._check_redis(self._options.index_url, advice, "index_url")
         if self._redis_url:
-            if why := why_silent(self._redis_url):
-                raise SetupError(
-                    f"{why}; start one there, or omit --redis-url and BATON_REDIS_URL: baton up starts its own",
-                    field="redis_url",
-                )
+            advice = "start one there, or omit --redis-url and BATON_REDIS_URL: baton up starts its own"
+            self._check_redis(self._redis_url, advice, "redis_url")
             return
         self._progress("starting Redis")
         self._servers.add(self._start_embedded(), self._start_embedded)
+
+    def _check_redis(self, url: str, advice: str, field: str) -> None:
+        """Raise SetupError if it does not answer, or cannot be used: workers could not register, and the start would wait
+        for them in vain."""
+        url = with_hash_tag(url, self._namespace)
+        if why := why_silent(url, advice) or ask_why_unusable(url):
+            raise SetupError(why, field=field)
 
     def _start_embedded(self) -> Child:
         self._redis = EmbeddedRedis.start(self._dir / "redis")
@@ -324,13 +325,17 @@ class LocalCluster:
         keys = self._options.router_config(0).api_keys_file is not None
         tls = self._options.tls.client()
         context = tls.context() if tls is not None else None
+        # Without proxies: one of the environment would get requests for routers on this machine.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
 
         def ready() -> bool | None:
             # The router's own view must include every worker, or its first requests would use a part of the cluster.
             # With API keys on, that view needs an admin's key, which `baton up` does not have.
             path = "ready" if keys else "v1/cluster"
             try:
-                with urllib.request.urlopen(f"{http}/{path}", timeout=2.0, context=context) as answer:
+                with opener.open(f"{http}/{path}", timeout=2.0) as answer:
                     view = json.load(answer)
             except OSError:
                 return None

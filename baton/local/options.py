@@ -20,6 +20,7 @@ from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import FurtherModel, RouterConfig
 from cluster.config.speculation import without_drafts
+from cluster.config.unknown import no_such_setting
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import limits
@@ -130,14 +131,22 @@ class UpOptions(Frozen):
 
     def _check_settings(self) -> None:
         """Check the settings with the models of the processes, and the memory, before any process starts."""
+        model: type[RouterConfig] | type[WorkerConfig] = RouterConfig
         try:
             for index in {0, self.routers - 1}:  # the last one has the highest ports
                 self.router_config(index)
+            model = WorkerConfig
             for role in ROLES:
-                for model in self.models:
-                    self.worker_config(role, model=model)
+                for further in self.models:
+                    self.worker_config(role, model=further)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
+            if problem["type"] == "extra_forbidden":
+                kind = "of routers" if model is RouterConfig else "of workers"
+                dotted = ".".join(map(str, problem["loc"]))
+                raise ConfigError(
+                    f"--config: {no_such_setting(model, problem['loc'])} ({kind})", field=dotted
+                ) from None
             raise _as_config_error(problem["loc"], problem["msg"].removeprefix("Value error, ")) from None
 
     @cached_property

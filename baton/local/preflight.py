@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography.x509 import load_pem_x509_certificate
 
 from baton.local import memory
 from baton.local.model_directory import check_directory, weight_files
 from baton.local.options import UpOptions
+from baton.local.ray_pools import RAY
 from cluster import addresses
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError
+from cluster.security.identity import make_identity
 from cluster.security.key_file import read_keys
 from engine.model.config import ModelConfig
 from engine.model.preflight import least_bytes, least_context_bytes, read_model
@@ -24,6 +31,7 @@ _FLAG_OF_RANKS = {"prefill": "--prefill-tp", "decode": "--decode-tp"}
 
 def check(options: UpOptions) -> None:
     """Raise ConfigError or ModelError with the first reason why the cluster could not start."""
+    _check_ray(options)
     _check_files(options)
     _check_devices(options)
     for further in options.models:
@@ -31,7 +39,27 @@ def check(options: UpOptions) -> None:
         check_directory(directory, "--model" if further is None else f"--also {further.name}=")
         for role in sorted({role for role, _ in options.workers}):
             _check_worker(options.worker_config(role, model=further), role)
+            _check_host(options.worker_config(role, model=further), role)
     _check_ports(options)
+
+
+def _check_ray(options: UpOptions) -> None:
+    if options.pool == "ray" and not RAY.is_file():
+        raise ConfigError(
+            f"--pool ray: there is no {RAY}: pip install 'baton-serve[all]', or start without Ray by --pool process",
+            field="pool",
+        )
+
+
+def _check_host(config: WorkerConfig, role: Role) -> None:
+    try:
+        addresses.listen(config.host, 0, 1).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--config: host {config.host} of {role} workers cannot be used ({reason}): give an address of this machine",
+            field="host",
+        ) from None
 
 
 def _check_files(options: UpOptions) -> None:
@@ -40,13 +68,30 @@ def _check_files(options: UpOptions) -> None:
         read_keys(keys)
     if (certs := options.certs) is None:
         return
-    files = {*options.tls.router().values(), *options.tls.worker().values()}
+    pairs = options.tls.router(), options.tls.worker()
+    files = {file for pair in pairs for file in pair.values()}
     for file in sorted(files):
         if not file.is_file():
             raise ConfigError(
                 f"--certs {certs}: no {file.name} there; baton certs --out {certs} makes all of them",
                 field="certs",
             )
+    _check_certificates(certs, pairs)
+
+
+def _check_certificates(certs: Path, pairs: Sequence[Mapping[str, Path]]) -> None:
+    """Raise ConfigError for files that do not belong together or have expired: the start would wait in vain."""
+    for own in pairs:
+        make_identity(own["tls_cert"], own["tls_key"], own["tls_ca"])
+        for file in (own["tls_ca"], own["tls_cert"]):
+            ends = load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+            if ends < datetime.now(UTC):
+                renew = f"baton certs --out {certs}"
+                if file == own["tls_ca"]:  # which that command keeps
+                    renew = f"remove {file} and {file.with_suffix('.key').name}, then {renew}"
+                raise ConfigError(
+                    f"--certs {certs}: {file.name} has expired ({ends:%Y-%m-%d}): {renew}", field="certs"
+                )
 
 
 def _check_devices(options: UpOptions) -> None:
@@ -101,11 +146,19 @@ def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
 
 
 def _check_ports(options: UpOptions) -> None:
+    own: dict[int, str] = {}
     with ExitStack() as taken:  # all at once: two of the routers' ports may be the same one
         for index in range(options.routers):
             router = options.router_config(index)
             for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
+                if port in own:
+                    raise ConfigError(
+                        f"{flag} {port} of router {index} is {own[port]} too: each router takes the next ports, so give "
+                        f"--http-port and --grpc-port that are at least {options.routers} apart",
+                        field=flag[2:].replace("-", "_"),
+                    )
                 if port:
+                    own[port] = f"{flag} of router {index}"
                     taken.enter_context(_listener(flag, router.host, port))
 
 

@@ -40,6 +40,7 @@ _PORT_FLAGS = (
     "--runtime-env-agent-port",
     "--metrics-export-port",
 )
+RAY = Path(sys.executable).parent / "ray"  # its command, in the environment of this process
 OBJECT_STORE_BYTES = 80_000_000  # Ray carries no tokens and no KV: the smallest store it accepts
 
 
@@ -189,7 +190,7 @@ def launch(
     }
     if push_seconds > 0:
         env["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(push_seconds)
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    command = [str(RAY), "start", "--head", "--block"]
     command += [f"{flag}={port}" for flag, port in zip(_PORT_FLAGS, ports, strict=True)]
     command += [
         "--node-ip-address=127.0.0.1",

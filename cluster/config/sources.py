@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -24,6 +25,7 @@ from pydantic_settings import (
 from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
 from cluster.config.speculation import without_drafts
+from cluster.config.unknown import no_such_setting
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.connect import check_url
@@ -71,7 +73,7 @@ def load(
     try:
         merged = Sources(**flags)
     except ValidationError as error:
-        raise ConfigError(_explain(error), field=_first_field(error)) from None
+        raise ConfigError(_explain(error, config), field=_first_field(error)) from None
     except SettingsError as error:  # of the environment: a field that holds others, or a list
         (field,) = re.findall(r'field "(\w+)"', str(error)) or [""]
         raise ConfigError(
@@ -160,11 +162,14 @@ def _first_field(error: ValidationError) -> str:
     return ".".join(str(part) for part in error.errors()[0]["loc"])
 
 
-def _explain(error: ValidationError) -> str:
-    lines = [
-        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}{_hint(e['input'])}" for e in error.errors()
-    ]
-    return "configuration is not valid: " + "; ".join(lines)
+def _explain(error: ValidationError, config: type[Frozen]) -> str:
+    return "configuration is not valid: " + "; ".join(_sentence(one, config) for one in error.errors())
+
+
+def _sentence(problem: ErrorDetails, config: type[Frozen]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return no_such_setting(config, problem["loc"]) + _hint(problem["input"])
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{_hint(problem['input'])}"
 
 
 def _hint(value: Any) -> str:

@@ -226,7 +226,10 @@ class TransferConfig(Frozen):
     )
     ring_bytes: Bytes = Field(128 << 20, ge=1 << 16, description="landing ring of one rank; on GPUs 256 MiB")
     ring_max_bytes: Bytes = Field(
-        512 << 20, description="limit of the ring's growth while slots are quarantined; on GPUs 1 GiB"
+        512 << 20,
+        ge=0,
+        description="limit of the ring's growth while slots are quarantined; on GPUs 1 GiB. 0, or less than "
+        "ring_bytes: no growth; a GPU's ring without a given ring_bytes is then as small as this, or four slots",
     )
     slot_bytes: Bytes = Field(
         4 << 20,

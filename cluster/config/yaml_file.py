@@ -28,7 +28,7 @@ def read_yaml(path: Path, field: str) -> Any:
 def read_settings(path: Path) -> dict[str, Any]:
     """Values by name; of an empty file none. Raises ConfigError."""
     try:
-        is_there = path.is_file()
+        is_there = path.exists() and not path.is_dir()  # a pipe too: --config <(…)
     except (OSError, ValueError):  # a name that is none
         is_there = False
     if not is_there:

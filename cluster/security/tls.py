@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from cluster.addresses import is_loopback
 from cluster.errors import ConfigError
 from cluster.security.identity import Identity, Pem, make_identity
 from cluster.security.peer_names import WORKER_NAME, PeerNames
@@ -38,6 +39,8 @@ _RECONNECT: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+# gRPC takes a proxy from the environment, for loopback addresses too.
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 Options = Sequence[tuple[str, Any]]
 
@@ -87,6 +90,7 @@ class Peers:
         return opened
 
     def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
+        options = (*options, _NO_PROXY)
         if self.identity is None:
             return None, options
         pem = self.identity.current()
@@ -208,7 +212,10 @@ class ClientTls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """An SSLContext for HTTP clients. Raises ConfigError if a file can't be read."""
+        """An SSLContext for HTTP clients. Raises ConfigError if a file can't be read, or one of certificate and key is
+        missing."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("a certificate and its key belong together: give both", field="tls")
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -223,17 +230,24 @@ class ClientTls:
 
 
 def router_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
-    """Open a blocking client's channel to a router."""
-    opened: grpc.Channel = _open(grpc, address, tls.credentials() if tls is not None else None, options)
+    """Open a blocking client's channel to a router. Only a router on another machine is reached by a proxy."""
+    opened: grpc.Channel = _open(grpc, address, *_to_router(address, tls, options))
     return opened
 
 
 def router_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
-    """Open an asyncio client's channel to a router."""
-    opened: grpc.aio.Channel = _open(
-        grpc.aio, address, tls.credentials() if tls is not None else None, options
-    )
+    """Open an asyncio client's channel to a router. Only a router on another machine is reached by a proxy."""
+    opened: grpc.aio.Channel = _open(grpc.aio, address, *_to_router(address, tls, options))
     return opened
+
+
+def _to_router(
+    address: str, tls: ClientTls | None, options: Options
+) -> tuple[grpc.ChannelCredentials | None, Options]:
+    host = address.rpartition(":")[0].rpartition("/")[2]  # of host:port and dns:///host:port
+    if is_loopback(host):
+        options = (*options, _NO_PROXY)
+    return tls.credentials() if tls is not None else None, options
 
 
 def _open(api: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> Any:

@@ -30,6 +30,22 @@ TYPES = {
 }
 
 
+# What `# @ resources: true` stands for, a container's resources. Kubernetes too refuses an amount that is no quantity, but
+# names the object's field and not the value that it came from.
+_AMOUNTS = {
+    "type": "object",
+    "additionalProperties": {
+        "type": ["string", "number"],
+        "pattern": "^[0-9]*[.]?[0-9]+([eE][-+]?[0-9]+|[numkMGTPE]|[KMGTPE]i)?$",
+    },
+}
+_RESOURCES = {
+    "type": "object",
+    "properties": {"requests": _AMOUNTS, "limits": _AMOUNTS},
+    "additionalProperties": False,
+}
+
+
 class CommentError(Exception):
     """values.yaml can't be turned into a schema; the message names the key."""
 
@@ -108,6 +124,8 @@ def _comment(lines: list[str], line: int, path: tuple[str, ...]) -> tuple[str, d
                 raise CommentError(f"{'.'.join(path)}: {text}: {error}") from error
         else:
             words.append(text.lstrip("# "))
+    if keywords.pop("resources", False):
+        keywords |= _RESOURCES
     return " ".join(words), keywords
 
 

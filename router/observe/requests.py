@@ -92,17 +92,15 @@ class RouterMetrics:
         began = time.monotonic()
         tenant = self.tenants.of(dispatcher.tenant)
         tenant.in_flight += 1
-        outcome = "cancelled"
+        outcome = ""
         try:
             yield
-            if dispatcher.failure is not None:  # reported on a stream that had begun
-                outcome = type(dispatcher.failure).__name__
-            elif dispatcher.complete:
-                outcome = "ok"
         except BatonError as error:
             outcome = type(error).__name__
             raise
         finally:
+            # A client that has its last token may go before the end of the call has reached it: nothing was cancelled.
+            outcome = outcome or _outcome(dispatcher)
             tenant.in_flight -= 1
             tenant.requests[result_of(outcome)] += 1
             self.requests.labels(dispatcher.model, outcome).inc()
@@ -141,6 +139,13 @@ class RouterMetrics:
         if known is None:
             known = self._by_model[model] = _OfModel.of(self._families, model)
         return known
+
+
+def _outcome(dispatcher: RequestDispatcher) -> str:
+    """Of a request that no error ended."""
+    if dispatcher.failure is not None:  # reported on a stream that had begun
+        return type(dispatcher.failure).__name__
+    return "ok" if dispatcher.complete else "cancelled"
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_ctrl_c_at_the_prompt_asks_again(router: StubRouter) -> None:
     def interrupt() -> str:
         raise KeyboardInterrupt
 
-    talk(router, interrupt, "hello")
+    assert "Ctrl-D or /quit leaves" in talk(router, interrupt, "hello")
     assert roles(router) == [["user"]]
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from baton.cli import main as cli
 from baton.cli import serve
+from baton.cli.output import say
 from baton.local import children
+from baton.local.certs import make_certs
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState, check_writable
@@ -23,6 +32,7 @@ from cluster.config.shared import ClusterFields
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.redis.connect import why_silent
+from cluster.redis.embedded import EmbeddedRedis
 from router.rights import redis_rights
 from tests.harness.preloaded import preloaded
 
@@ -110,6 +120,126 @@ def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys
 
 def test_a_redis_that_answers_is_not_reported(redis_url):
     assert why_silent(redis_url) == ""
+
+
+@pytest.fixture
+def own_redis(tmp_path) -> Iterator[EmbeddedRedis]:
+    """One whose settings a test changes."""
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+def command(server: EmbeddedRedis, *words: str) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        client.execute_command(*words)
+
+
+def refused_start(model: Path, url: str) -> str:
+    cluster, error = failed_start(model, redis_url=url)
+    cluster.stop()
+    assert error.field == "redis_url"
+    return error.message
+
+
+def test_a_redis_that_takes_no_writes_is_refused_before_workers_wait_for_it(own_redis, checkpoint):
+    command(own_redis, "REPLICAOF", "127.0.0.1", "1")
+    said = refused_start(checkpoint("llama"), own_redis.url)
+    assert "slave: it takes no writes: name the master" in said and "logs" not in said
+
+
+def test_a_login_that_redis_refuses_is_not_taken_for_silence(own_redis, checkpoint):
+    command(own_redis, "CONFIG", "SET", "requirepass", "p4ssw0rd")
+    said = refused_start(checkpoint("llama"), own_redis.url)
+    assert "refuses the login (it requires a password): write redis://USER:PASSWORD@host" in said
+    said = refused_start(checkpoint("llama"), own_redis.url.replace("unix://", "unix://:wr0ng@"))
+    assert "refuses the login (invalid username-password pair" in said and "wr0ng" not in said
+
+
+def test_what_answers_and_is_no_redis_is_named_as_such():
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def serve(answer: bytes) -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        port = server.getsockname()[1]
+        served = threads.submit(serve, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        assert "is no Redis (" in why_silent(f"redis://127.0.0.1:{port}")
+        served.result(10)
+        served = threads.submit(serve, b"")
+        assert "; with TLS write rediss://)" in why_silent(f"redis://127.0.0.1:{port}")
+        served.result(10)
+    assert "rediss://" not in why_silent(f"redis://127.0.0.1:{port}"), "nothing listens"
+
+
+def test_the_start_asks_routers_without_the_environments_proxy(checkpoint, monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"workers": [{"lease": "live"}, {"lease": "live"}]}')
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever)
+        cluster = LocalCluster(UpOptions(checkpoint("llama"), pool="process"), start_seconds=10.0)
+        try:
+            cluster._wait_until_ready(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            cluster.stop()
+
+
+def test_certificates_that_are_wrong_leave_no_folder(checkpoint, monkeypatch, tmp_path):
+    certs, temporary = tmp_path / "certs", tmp_path / "temporary"
+    make_certs(certs, [], 1)
+    (certs / "router.key").write_text("no key")
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(ConfigError, match="TLS files"):
+        LocalCluster(UpOptions(checkpoint("llama"), pool="process", certs=certs))
+    assert not list(temporary.iterdir())
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_named(tmp_path):
+    with pytest.raises(
+        SetupError, match=r"longer than the 107 bytes .* set TMPDIR to a folder with a shorter"
+    ):
+        EmbeddedRedis.start(tmp_path / ("x" * 100))
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(tmp_path):
+    """In a process of its own, where the import has not happened yet."""
+    script = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "baton.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from baton.cli.entry import main
+main()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_an_output_that_cannot_show_a_character_shows_another(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(cli, "app", lambda: say("KV ░░ – a · b"))
+    cli.main()
+    sys.stdout.flush()
+    assert written.getvalue() == b"KV ?? ? a ? b\n"
 
 
 # --- a start that fails later --------------------------------------------------------------------------------------

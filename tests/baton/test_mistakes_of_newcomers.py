@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,14 @@ import pytest
 from baton import __version__
 from baton.cli.main import main
 from baton.cli.up import ready_lines
+from baton.local import certs as local_certs
 from baton.local import children, memory, preflight
 from baton.local.certs import make_certs
 from baton.local.cluster import LocalCluster
 from baton.local.model_directory import check_directory
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.kubernetes.api import default_files
 from loadgen.reach import NotGrpc, why_not_grpc, why_not_http, why_unreachable
 
@@ -144,6 +147,37 @@ def test_files_and_devices_that_are_not_there_are_missed_before_a_start(model, s
     assert f"no ca.pem there; baton certs --out {certs} makes all" in said(*ask, "--certs", str(certs))
 
 
+def test_certificates_that_do_not_fit_or_have_expired(model, said, tmp_path):
+    def up(certs: Path) -> str:
+        return said("up", str(model), "--pool", "process", "--certs", str(certs))
+
+    def copied(name: str, **moved: str) -> Path:
+        folder = Path(shutil.copytree(certs, tmp_path / name))
+        for to, source in moved.items():
+            shutil.copy(certs / source.replace("_", "."), folder / to.replace("_", "."))
+        return folder
+
+    certs, old = tmp_path / "certs", tmp_path / "old"
+    make_certs(certs, [], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_certs, "SKEW", timedelta(days=3))
+        make_certs(old, [], -1)
+    assert "the key is that of another certificate" in up(copied("other", router_key="client_key"))
+    swapped = copied("swapped", worker_key="worker_pem", worker_pem="worker_key")
+    assert "certificate, key and authority are PEM files, each with its own content" in up(swapped)
+    expired = up(old)
+    assert "router.pem has expired (20" in expired and f"): baton certs --out {old}" in expired
+
+
+def test_an_authority_that_has_expired(model, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_certs, "SKEW", timedelta(days=3))
+    monkeypatch.setattr(local_certs, "AUTHORITY_DAYS", -1)
+    make_certs(tmp_path / "certs", [], 1)
+    found = said("up", str(model), "--pool", "process", "--certs", str(tmp_path / "certs"))
+    assert "ca.pem has expired (20" in found
+    assert f"remove {tmp_path / 'certs' / 'ca.pem'} and ca.key, then baton certs --out" in found
+
+
 def test_no_right_to_read_the_model(model, monkeypatch):
     def forbidden(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
@@ -208,6 +242,65 @@ def test_a_port_that_is_taken(flag, taken, model, said):
         "up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0", flag, str(taken)
     )
     assert f"{flag} {taken} on 127.0.0.1 cannot be used (Address already in use): give another one" in found
+
+
+def test_ports_of_one_start_that_are_the_same(model, said):
+    up = ("up", str(model), "--pool", "process")
+    same = said(*up, "--http-port", "64900", "--grpc-port", "64900")
+    assert "--grpc-port 64900 of router 0 is --http-port of router 0 too" in same
+    second = said(*up, "--http-port", "64900", "--grpc-port", "64901", "--routers", "2")
+    assert "--http-port 64901 of router 1 is --grpc-port of router 0 too" in second
+    assert "at least 2 apart" in second
+
+
+WRITTEN = [
+    ("router: {htp_port: 1}", "--config: there is no setting htp_port; write http_port (of routers)"),
+    ("router: {http-port: 1}", "there is no setting http-port; write http_port (of routers)"),
+    (
+        "worker: {engine: {kv_memory: 1GiB}}",
+        "there is no setting engine.kv_memory; write engine.kv_memory_bytes (of workers)",
+    ),
+    ("decode: {thread: 2}", "there is no setting thread; write engine.threads (of workers)"),
+    ("prefill: {threads: 2}", "there is no setting threads; write engine.threads (of workers)"),
+    ("router: {zzz: 1}", "there is no setting zzz; see --help for those there are (of routers)"),
+]
+
+
+def test_a_host_of_workers_that_is_none_of_this_machine(model, said, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("worker: {host: 203.0.113.7}")
+    up = ("up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0")
+    found = said(*up, "--config", str(file))
+    assert "--config: host 203.0.113.7 of decode workers cannot be used (Cannot assign requested" in found
+
+
+@pytest.mark.parametrize(("text", "sentence"), WRITTEN)
+def test_a_setting_that_is_misspelt_in_a_file(text, sentence, model, said, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    assert sentence in said("up", str(model), "--pool", "process", "--config", str(file))
+
+
+def test_an_environment_without_ray(model, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "RAY", tmp_path / "ray")
+    found = said("up", str(model), "--http-port", "0", "--grpc-port", "0")
+    assert f"--pool ray: there is no {tmp_path / 'ray'}: pip install 'baton-serve[all]', or" in found
+    assert "or start without Ray by --pool process" in found
+
+
+def test_a_section_that_is_misspelt_and_a_file_that_is_a_pipe(said, tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, b"prefil: {max_replicas: 2}")
+    os.close(writing)
+    said_of_pipe = said("up", "--autoscaling", f"/dev/fd/{reading}", "--http-port", "0", "--grpc-port", "0")
+    os.close(reading)
+    assert "there is no setting prefil; write prefill" in said_of_pipe
+
+
+def test_a_setting_of_one_process_that_is_misspelt(said, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("redis_ulr: redis://h")
+    assert "there is no setting redis_ulr; write redis_url" in said("router", "--config", str(file))
 
 
 def test_weights_that_are_larger_than_the_memory(model, monkeypatch):
@@ -322,6 +415,30 @@ def test_a_port_with_tls_is_named_as_such(said, tmp_path):
         assert f"--tls-ca {file} cannot be read: " in text and reason in text
 
 
+def test_a_load_without_tls_reads_no_certificates(said, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise AssertionError("certificates were read")
+
+    monkeypatch.setattr(ssl, "create_default_context", refuse)
+    for target in (("127.0.0.1:1",), ("127.0.0.1:1", "--protocol", "http")):
+        assert "nothing answers there" in said("load", "--target", *target, code=2)
+    with pytest.raises(AssertionError, match="certificates were read"):
+        said("load", "--protocol", "http", "--target", "https://127.0.0.1:1", code=2)
+
+
+def test_keys_and_certificates_that_are_left_out(said, monkeypatch, tmp_path):
+    def refuse() -> None:
+        raise UnauthenticatedError("an API key is needed: Authorization: Bearer <key>", field="authorization")
+
+    (tmp_path / "c.pem").touch()
+    for flag in ("--tls-cert", "--tls-key"):
+        only = ("--tls-ca", str(tmp_path / "c.pem"), flag, str(tmp_path / "c.pem"))
+        found = said("generate", "hi", "--target", "127.0.0.1:1", *only)
+        assert "a certificate and its key belong together: give both" in found
+    monkeypatch.setattr("baton.cli.main.app", refuse)
+    assert "Bearer <key>; give it by BATON_API_KEY or --api-key [authorization]" in said("generate", "hi")
+
+
 def test_the_word_of_other_servers_and_the_version(said):
     assert "`baton up MODEL` starts a whole cluster" in said("serve", "llama", "--port", "1")
     assert said("--version", code=0) == f"baton {__version__}"
@@ -349,6 +466,11 @@ def test_an_empty_variable_is_as_none_for_the_kubeconfig(monkeypatch):
 
 def test_a_host_that_is_no_name(said):
     assert "no router answers at a..b:5" in said("generate", "hello", "--target", "a..b:5")
+
+
+def test_addresses_that_are_not_written_as_host_and_port(said):
+    assert "--target : an address is written host:port" in said("generate", "hello", "--target", "")
+    assert "in brackets, before its port: [::1]:50051" in said("generate", "hello", "--target", "::1")
 
 
 def test_a_proxy_that_grpc_takes_is_not_gone_round(monkeypatch):

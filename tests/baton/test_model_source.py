@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,17 @@ def test_time_and_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fetch("hf://org/name", tmp_path, endpoint="http://127.0.0.1:9", seconds=30)
     with pytest.raises(DeadlineError):
         fetch("hf://org/name", tmp_path, endpoint="http://127.0.0.1:9", seconds=-1)
+
+
+def test_a_failure_that_lasts_until_the_deadline_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr("baton.model_source.time", clock)
+    with pytest.raises(DeadlineError, match=r"--seconds allows; http://127\.0\.0\.1:1: .*refused"):
+        fetch("hf://a/b", tmp_path / "m", endpoint="http://127.0.0.1:1", seconds=0.5)
 
 
 def test_pods_that_share_a_volume_take_turns(hub: SmallHub, tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from baton.local.certs import make_certs
 from cluster.errors import ConfigError, UnavailableError
 from cluster.security.identity import Identity, make_identity
 from cluster.security.tls import ClientTls as Files
-from cluster.security.tls import ListenerContext, Peers
+from cluster.security.tls import ListenerContext, Peers, router_channel_async
+from loadgen.config import LoadConfig
+from loadgen.grpc_target import _channel as load_channel
 from tests.harness.router import run_router, stub_workers
 from tests.harness.waiting import until, wait_for
 from tests.security.conftest import NAME
@@ -43,6 +45,26 @@ async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
             "Cancel": "PERMISSION_DENIED",
             "Handoff": b"welcome",
         }
+
+
+async def test_no_proxy_of_the_environment_comes_between_processes(monkeypatch):
+    """Companies set one for the whole machine; it reaches no worker, and no router on this machine."""
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with Worker(Peers()) as worker:
+        address = worker.address
+        config = LoadConfig(requests=1)
+        for channel in (
+            Peers().channel(address),
+            router_channel_async(address, None, ()),
+            router_channel_async(f"dns:///{address}", None, ()),
+            load_channel(config, address),
+        ):
+            assert (await calls(channel))["Run"] == b"token"
+        for elsewhere in (router_channel_async, lambda host, *_: load_channel(config, host)):
+            assert (await calls(elsewhere("router.invalid:1", None, ())))["Run"] == "UNAVAILABLE"
 
 
 async def test_a_worker_refuses_any_other_certificate(certs):

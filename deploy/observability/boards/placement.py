@@ -29,14 +29,14 @@ def _decisions() -> Row:
         "Decisions",
         [
             by(
-                "Who prefills, who decided",
+                "Placements by prefilling role and by decider",
                 "ops",
                 rate("baton_placements_total", "prefill, by"),
                 "{{prefill}}, by {{by}}",
                 stacked=True,
             ),
             by(
-                "Placed nowhere",
+                "Placements refused, by reason",
                 "ops",
                 rate("baton_placements_refused_total", "reason"),
                 "{{reason}}",

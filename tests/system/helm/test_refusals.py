@@ -58,6 +58,8 @@ def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) 
         {"model": {"source": "gs://bucket/model"}},
         {"model": {"dtype": "float16"}},
         {"decode": {"resources": {"request": {"cpu": 1}}}},
+        {"decode": {"resources": {"limits": {"memory": "lots"}}}},
+        {"redis": {"resources": {"requests": {"cpu": "1 core"}}}},
         {"ray": {"mode": "kube"}},
     ],
     ids=str,

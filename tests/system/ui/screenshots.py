@@ -36,6 +36,9 @@ WIDTH, HEIGHT = 1360, 900
 PHONE_WIDTH = 390
 COLUMNS = 132
 ANSWER_SECONDS = 60.0
+# Each picture's coordinates are as wide as the card that holds it; it is drawn anew by the next look at the cluster.
+DRAWN = """[...document.querySelectorAll('.chart svg, #topology > svg')].every(
+    (picture) => picture.viewBox.baseVal.width === Math.max(200, picture.parentElement.clientWidth))"""
 FLAGS = ["--pool", "process", "--routers", "2", "--prefill", "2", "--decode", "3"]
 FLAGS += ["--kv-memory", "16MiB", "--local-prefill", "fallback", "--served-model-name", "baton-demo"]
 QUESTIONS = (
@@ -101,7 +104,7 @@ def shoot_page(browser: Browser, url: str) -> None:
     page.media()
     page.resize(PHONE_WIDTH, HEIGHT)
     page.wait(f"document.querySelector('#topology').clientWidth < {PHONE_WIDTH}", "it is narrow")
-    time.sleep(1.5)  # until the pictures are drawn for this width: two looks at the cluster
+    page.wait(DRAWN, "the pictures are drawn for this width")
     page.screenshot(IMAGES / "ui-phone.png", whole=False)
     if page.complaints:
         raise SystemExit(f"the page complains: {page.complaints}")

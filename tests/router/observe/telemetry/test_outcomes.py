@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_streams_are_counted_by_their_end(ended: dict[str, Any], outcome: str, r
     assert metrics.registry.get_sample_value("baton_tenant_requests_total", labels) == 1, "it is scraped"
     assert one.told == [outcome]
     assert metrics.tenants.of("t").in_flight == 0
+
+
+def test_a_client_that_has_its_last_token_and_goes_has_cancelled_nothing() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    for complete in (True, False):
+        with pytest.raises(asyncio.CancelledError), metrics.request(dispatcher(complete=complete)):
+            raise asyncio.CancelledError
+    counted = metrics.tenants.of("t").requests
+    assert {name: count for name, count in counted.items() if count} == {"ok": 1, "cancelled": 1}
 
 
 def test_errors_before_the_first_byte_are_counted_too() -> None:

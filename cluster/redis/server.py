@@ -1,0 +1,40 @@
+"""What Baton requires of a Redis server, by its INFO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+
+from cluster.redis.connect import connect
+from cluster.redis.urls import Kind, seeds_of, without_password
+
+OLDEST = (6, 2)
+
+
+def why_unusable(info: Mapping[str, Any], kind: Kind | None) -> str:
+    """What to use instead of a server with this INFO, which a URL of this kind leads to; "" if it can be used."""
+    version = tuple(int(number) for number in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST:
+        return f"Redis {'.'.join(map(str, OLDEST))} or later, or Valkey, is needed"
+    if info["role"] != "master":
+        return "it takes no writes: name the master, or its Sentinels: redis+sentinel://…"
+    if info.get("cluster_enabled") and kind != "cluster":
+        return "it is a node of a cluster, where keys move: write redis+cluster://…"
+    return ""
+
+
+def ask_why_unusable(url: str) -> str:
+    """The server's address, what it is, and what to use instead; "" if it can be used, or does not show its INFO."""
+    try:
+        client = connect(url)
+        try:
+            info = client.info()
+        finally:
+            client.close()
+    except redis.RedisError:  # its user may lack the right
+        return ""
+    seeds = seeds_of(url)
+    why = why_unusable(info, seeds.kind if seeds is not None else None)
+    return f"{without_password(url)} is Redis {info['redis_version']}, {info['role']}: {why}" if why else ""
