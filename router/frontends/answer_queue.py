@@ -130,8 +130,10 @@ class AnswerQueue(BatchQueue[Delta]):
             return
         self._due = False
         if self._items and self._error is None:
-            count = count_at_once(self._items)
-            items, self._items = self._items[:count], self._items[count:]
+            items, self._items = self._items, []
+            if len(items) > 1 and (count := count_at_once(items)) < len(items):
+                self._items = items[count:]
+                del items[count:]
             try:
                 self._write(items)
             except Exception as error:
@@ -150,8 +152,6 @@ class AnswerQueue(BatchQueue[Delta]):
 
 def count_at_once(deltas: Sequence[Delta]) -> int:
     """How many of the first deltas are written in one turn."""
-    if len(deltas) <= 1:
-        return len(deltas)
     left = ENTRIES_AT_ONCE
     for count, delta in enumerate(deltas):
         if left <= 0:

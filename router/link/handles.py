@@ -15,6 +15,7 @@ from router.link.token import PlainToken, Token
 from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
+_plain_token = partial(tuple.__new__, PlainToken)  # its own constructor takes twice as long
 
 
 class Handles:
@@ -76,9 +77,32 @@ class Handles:
 
     # --- entries -------------------------------------------------------------------------------------------
 
-    def take(self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]) -> Iterator[None]:
+    def take(
+        self, frame: link_pb2.WorkerFrame, entries: int, now: float, is_newest: Callable[[], bool]
+    ) -> Iterator[None] | None:
+        """Dispatch a frame with so many `entries`. One with more than ENTRIES_A_TURN is returned as an iterator, each step of
+        which dispatches as many. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        numbers, tokens = _rows(frame.tokens)
+        if entries == len(tokens) <= ENTRIES_A_TURN:  # no others: the frame of an ordinary step, or a beat
+            self._tokens(numbers, tokens, now)
+            return None
+        steps = self._steps(frame, numbers, tokens, now, is_newest)
+        if entries > ENTRIES_A_TURN:
+            return steps
+        for _ in steps:
+            pass
+        return None
+
+    def _steps(
+        self,
+        frame: link_pb2.WorkerFrame,
+        numbers: Sequence[int],
+        tokens: Sequence[Token],
+        now: float,
+        is_newest: Callable[[], bool],
+    ) -> Iterator[None]:
         """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
-        ENTRIES_A_TURN entries. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        ENTRIES_A_TURN entries."""
         count = 0
         for number in frame.cancelled:
             self._cancelled(number)
@@ -91,7 +115,6 @@ class Handles:
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield
-        numbers, tokens = _rows(frame.tokens)
         at = 0
         while at < len(tokens):
             end = at + ENTRIES_A_TURN - count % ENTRIES_A_TURN
@@ -187,7 +210,6 @@ class Handles:
 
 def _rows(columns: link_pb2.TokenColumns) -> tuple[list[int], list[PlainToken]]:
     """Handles and their tokens. Each column is read at once: a step makes a token for hundreds of handles."""
-    handles = columns.handle[:]
-    count = len(handles)
-    rows = map(PlainToken, columns.choice[:count], columns.position[:count], columns.token_id[:count])
-    return handles, list(rows)
+    return columns.handle[:], list(
+        map(_plain_token, zip(columns.choice[:], columns.position[:], columns.token_id[:], strict=False))
+    )

@@ -17,7 +17,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
-from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
+from router.link.connection import Connection
 from router.link.handle import LinkHandle, Reader
 from router.link.handles import Handles
 from router.link.identity import RouterIdentity
@@ -271,17 +271,14 @@ class WorkerLink:
         if connection is self._connection:
             self._flush_soon()
 
-    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
+    def take(
+        self, connection: Connection, frame: link_pb2.WorkerFrame, entries: int
+    ) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
-        if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
+        if frame.tokens.handle or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
-        entries = self._handles.take(frame, self._heard, lambda: connection is self._connection)
-        if entries_of(frame) > ENTRIES_A_TURN:
-            return entries
-        for _ in entries:
-            pass
-        return None
+        return self._handles.take(frame, entries, self._heard, lambda: connection is self._connection)
 
     def _notice(self, connection: Connection, notice: link_pb2.LinkNotice.ValueType) -> None:
         if notice == link_pb2.LINK_NOTICE_MOVED:
