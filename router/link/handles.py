@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from cluster.errors import BatonError, InternalError, PeerLostError
-from router.link.connection import ENTRIES_A_TURN
+from router.link.connection import ENTRIES_A_TURN, entries_of
 from router.link.handle import HandleLink, LinkHandle, Reader
 from router.link.identity import RouterIdentity
 from router.link.outgoing import Outgoing
@@ -78,10 +78,11 @@ class Handles:
     # --- entries -------------------------------------------------------------------------------------------
 
     def take(
-        self, frame: link_pb2.WorkerFrame, entries: int, now: float, is_newest: Callable[[], bool]
+        self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]
     ) -> Iterator[None] | None:
-        """Dispatch a frame with so many `entries`. One with more than ENTRIES_A_TURN is returned as an iterator, each step of
-        which dispatches as many. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        """Dispatch a frame. One with more than ENTRIES_A_TURN is returned as an iterator, each step of which dispatches as
+        many. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        entries = entries_of(frame)
         numbers, tokens = _rows(frame.tokens)
         if entries == len(tokens) <= ENTRIES_A_TURN:  # no others: the frame of an ordinary step, or a beat
             self._tokens(numbers, tokens, now)

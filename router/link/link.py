@@ -271,14 +271,12 @@ class WorkerLink:
         if connection is self._connection:
             self._flush_soon()
 
-    def take(
-        self, connection: Connection, frame: link_pb2.WorkerFrame, entries: int
-    ) -> Iterator[None] | None:
+    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
         if frame.tokens.handle or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
-        return self._handles.take(frame, entries, self._heard, lambda: connection is self._connection)
+        return self._handles.take(frame, self._heard, lambda: connection is self._connection)
 
     def _notice(self, connection: Connection, notice: link_pb2.LinkNotice.ValueType) -> None:
         if notice == link_pb2.LINK_NOTICE_MOVED:
