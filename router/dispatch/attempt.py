@@ -98,7 +98,6 @@ class Attempt:
         # By choice: the position behind tokens that came and were not wanted
         self._unwanted: dict[int, int] = {}
         self._over = False  # no more tokens are taken
-        self._responded_last: Source | None = None  # whose token came last
         self._ungranted = 0  # tokens that have come since `grant` looked at the choices
 
     @property
@@ -249,9 +248,7 @@ class Attempt:
         """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
         if self._over:
             return
-        if source is not self._responded_last:
-            self._responded_last = source
-            self.responded.add(source)
+        self.responded.add(source)
         limit = self._limits.get(token.choice)
         if self.prompt is None and limit is not None and token.position < limit + self._beyond:
             self._take_answer(token)

@@ -79,7 +79,6 @@ class RequestDispatcher:
         packed_prompt, self._name, self._resumed = identity or services.identify(completion)
         model = completion.served_model
         self._token_times = services.token_times_of(model)
-        self._at_token = services.faults.token
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
@@ -271,7 +270,7 @@ class RequestDispatcher:
     def _take(self, token: Token, attempt: Attempt) -> bool:
         """Forward one token; False if it is not wanted. Called by the link: the request's task is woken only where an
         attempt ends."""
-        self._at_token(attempt.transfer_id)
+        self._services.faults.token(attempt.transfer_id)
         choice = self._choices[token.choice]
         try:
             delta = choice.take(token)

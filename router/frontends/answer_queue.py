@@ -105,7 +105,8 @@ class AnswerQueue(BatchQueue[Delta]):
     def add(self, item: Delta) -> None:
         self._items.append(item)
         if not self._due:
-            self._add_to_turn()
+            self._due = True
+            self._turn.add(self._pass_on, self._tenant)
 
     def _wake(self) -> None:
         if self._timer is not None and (self._error is not None or self._producers <= 0):

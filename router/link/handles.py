@@ -211,6 +211,7 @@ class Handles:
 
 def _rows(columns: link_pb2.TokenColumns) -> tuple[list[int], list[PlainToken]]:
     """Handles and their tokens. Each column is read at once: a step makes a token for hundreds of handles."""
-    return columns.handle[:], list(
-        map(_plain_token, zip(columns.choice[:], columns.position[:], columns.token_id[:], strict=False))
-    )
+    handles = columns.handle[:]
+    count = len(handles)
+    rows = zip(columns.choice[:count], columns.position[:count], columns.token_id[:count], strict=False)
+    return handles, list(map(_plain_token, rows))
