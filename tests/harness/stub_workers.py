@@ -172,8 +172,10 @@ def vector_of(spec: common_pb2.GenerateSpec, dimensions: int) -> common_pb2.Toke
 
 
 def add(log: AttemptLog, token: Token) -> None:
-    is_plain = isinstance(token, PlainToken)
-    whole = not is_plain and (token.finish or token.top_logprobs or token.rank or token.embedding)
+    if isinstance(token, PlainToken):
+        log.add(token.choice, token.position, token.token_id)
+        return
+    whole = token.finish or token.top_logprobs or token.rank or token.embedding
     log.add(token.choice, token.position, token.token_id, token if whole else None)
 
 
