@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from cluster.errors import BatonError, InternalError, PeerLostError
-from router.link.connection import ENTRIES_A_TURN, entries_of
+from router.link.connection import ENTRIES_A_TURN
 from router.link.handle import HandleLink, LinkHandle, Reader
 from router.link.identity import RouterIdentity
 from router.link.outgoing import Outgoing
@@ -77,33 +77,9 @@ class Handles:
 
     # --- entries -------------------------------------------------------------------------------------------
 
-    def take(
-        self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]
-    ) -> Iterator[None] | None:
-        """Dispatch a frame. One with more than ENTRIES_A_TURN is returned as an iterator, each step of which dispatches as
-        many. `is_newest`: no other connection has attached the handles since the one of this frame."""
-        entries = entries_of(frame)
-        numbers, tokens = _rows(frame.tokens)
-        if entries == len(tokens) <= ENTRIES_A_TURN:  # no others: the frame of an ordinary step, or a beat
-            self._tokens(numbers, tokens, now)
-            return None
-        steps = self._steps(frame, numbers, tokens, now, is_newest)
-        if entries > ENTRIES_A_TURN:
-            return steps
-        for _ in steps:
-            pass
-        return None
-
-    def _steps(
-        self,
-        frame: link_pb2.WorkerFrame,
-        numbers: Sequence[int],
-        tokens: Sequence[Token],
-        now: float,
-        is_newest: Callable[[], bool],
-    ) -> Iterator[None]:
+    def take(self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]) -> Iterator[None]:
         """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
-        ENTRIES_A_TURN entries."""
+        ENTRIES_A_TURN entries. `is_newest`: no other connection has attached the handles since the one of this frame."""
         count = 0
         for number in frame.cancelled:
             self._cancelled(number)
@@ -116,6 +92,7 @@ class Handles:
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield
+        numbers, tokens = _rows(frame.tokens)
         at = 0
         while at < len(tokens):
             end = at + ENTRIES_A_TURN - count % ENTRIES_A_TURN
@@ -134,6 +111,10 @@ class Handles:
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield
+
+    def take_tokens(self, columns: link_pb2.TokenColumns, now: float) -> None:
+        """Dispatch a frame that has nothing but these, at most ENTRIES_A_TURN."""
+        self._tokens(*_rows(columns), now)
 
     def _tokens(self, numbers: Sequence[int], tokens: Sequence[Token], now: float) -> None:
         handles = self._open

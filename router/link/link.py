@@ -17,7 +17,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
-from router.link.connection import Connection
+from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
 from router.link.handle import LinkHandle, Reader
 from router.link.handles import Handles
 from router.link.identity import RouterIdentity
@@ -274,9 +274,19 @@ class WorkerLink:
     def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
-        if frame.tokens.handle or frame.HasField("beat") or frame.extras or frame.ends:
+        tokens = len(frame.tokens.handle)
+        if tokens or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
-        return self._handles.take(frame, self._heard, lambda: connection is self._connection)
+        count = entries_of(frame)
+        if count == tokens <= ENTRIES_A_TURN:  # the frame of an ordinary step, or a beat
+            self._handles.take_tokens(frame.tokens, self._heard)
+            return None
+        entries = self._handles.take(frame, self._heard, lambda: connection is self._connection)
+        if count > ENTRIES_A_TURN:
+            return entries
+        for _ in entries:
+            pass
+        return None
 
     def _notice(self, connection: Connection, notice: link_pb2.LinkNotice.ValueType) -> None:
         if notice == link_pb2.LINK_NOTICE_MOVED:
