@@ -18,9 +18,6 @@ class RoundRobin(Generic[T]):
         # The owner whose turn is next comes first; none is empty.
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
         self._items = 0
-        # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
-        self._by_count: dict[int, dict[str, None]] = {}
-        self._most = 0
 
     def __len__(self) -> int:
         return self._items
@@ -32,15 +29,11 @@ class RoundRobin(Generic[T]):
             queue = self._waiting[owner] = deque()
         queue.append(item)
         self._items += 1
-        self._count(owner, len(queue) - 1, len(queue))
 
     def append_all(self, newer: RoundRobin[T]) -> None:
         """Add the items of another, which is not used any more, behind this one's. Looks at each owner of the other."""
         for owner, queue in newer._waiting.items():
-            own = self._waiting.setdefault(owner, deque())
-            before = len(own)
-            own.extend(queue)
-            self._count(owner, before, len(own))
+            self._waiting.setdefault(owner, deque()).extend(queue)
         self._items += len(newer)
 
     def pop(self) -> T:
@@ -49,18 +42,7 @@ class RoundRobin(Generic[T]):
         item = queue.popleft()
         if queue:
             self._waiting[owner] = queue
-        self._has_left(owner, queue)
-        return item
-
-    def pop_newest_of_most(self) -> T:
-        """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
-        KeyError where none waits."""
-        owner = next(reversed(self._by_count[self._most]))
-        queue = self._waiting[owner]
-        item = queue.pop()
-        if not queue:
-            del self._waiting[owner]
-        self._has_left(owner, queue)
+        self._items -= 1
         return item
 
     def remove(self, owner: str, item: T) -> None:
@@ -71,20 +53,59 @@ class RoundRobin(Generic[T]):
         queue.remove(item)
         if not queue:
             del self._waiting[owner]
-        self._has_left(owner, queue)
-
-    def _has_left(self, owner: str, queue: deque[T]) -> None:
-        """One item of this owner's."""
         self._items -= 1
-        self._count(owner, len(queue) + 1, len(queue))
 
-    def _count(self, owner: str, before: int, now: int) -> None:
+
+class CountedRoundRobin(RoundRobin[T]):
+    """A `RoundRobin` that finds the owner with the most items, in the same time for any number of owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[str, int] = {}  # items by owner
+        # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
+        self._by_count: dict[int, dict[str, None]] = {}
+        self._most = 0
+
+    def push(self, owner: str, item: T) -> None:
+        super().push(owner, item)
+        self._count(owner)
+
+    def append_all(self, newer: RoundRobin[T]) -> None:
+        super().append_all(newer)
+        for owner in newer._waiting:
+            self._count(owner)
+
+    def pop(self) -> T:
+        owner = next(iter(self._waiting), "")
+        item = super().pop()
+        self._count(owner)
+        return item
+
+    def pop_newest_of_most(self) -> T:
+        """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
+        KeyError where none waits."""
+        owner = next(reversed(self._by_count[self._most]))
+        queue = self._waiting[owner]
+        item = queue.pop()
+        if not queue:
+            del self._waiting[owner]
+        self._items -= 1
+        self._count(owner)
+        return item
+
+    def remove(self, owner: str, item: T) -> None:
+        super().remove(owner, item)
+        self._count(owner)
+
+    def _count(self, owner: str) -> None:
+        before, now = self._counts.pop(owner, 0), len(self._waiting.get(owner, ()))
         if before:
             owners = self._by_count[before]
             del owners[owner]
             if not owners:
                 del self._by_count[before]
         if now:
+            self._counts[owner] = now
             self._by_count.setdefault(now, {})[owner] = None
         # That of one owner has changed: it fell by one, or rose
         if now > self._most or self._most not in self._by_count:

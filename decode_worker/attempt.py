@@ -87,13 +87,9 @@ class DecodeAttempt:
         if self.compiling is not None:
             self.compiling.cancel()
 
-    def record_token(self, step_began: float) -> bool:
-        """Record the time of the first token; returns whether this is the first one."""
-        if self.first_token is not None:
-            return False
+    def record_first_token(self, step_began: float) -> None:
         self.first_token = time.monotonic()
         self.first_step = max(self.entered, step_began)
-        return True
 
     @property
     def first_token_seconds(self) -> float:

@@ -135,11 +135,15 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self.admission.look()
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
-        if attempt.record_token(step_began) and attempt.local_prefill:
-            self.counts.first_token(attempt.first_token_seconds)
-        self._leave(attempt)
+        if attempt.first_token is None:
+            attempt.record_first_token(step_began)
+            if attempt.local_prefill:
+                self.counts.first_token(attempt.first_token_seconds)
+            self._leave(attempt)
         add_to_log(attempt.log, token, whole=attempt.whole_tokens)
-        self._pause_if_full(attempt)
+        if not attempt.paused and attempt.log.full:
+            attempt.paused = True
+            self._call(lambda engine: engine.pause(attempt.engine_id))
 
     def _attempt_failed(self, attempt: DecodeAttempt, error: Exception) -> None:
         """End one attempt after an exception in its own work; the rest of the output belongs to other attempts."""
@@ -170,11 +174,6 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         if attempt.inside_tokens:
             tokens, attempt.inside_tokens = attempt.inside_tokens, 0
             self.admission.leave(tokens, attempt.tenant, compiles=attempt.compiles)
-
-    def _pause_if_full(self, attempt: DecodeAttempt) -> None:
-        if not attempt.paused and attempt.log.full:
-            attempt.paused = True
-            self._call(lambda engine: engine.pause(attempt.engine_id))
 
     def resume(self, attempt: DecodeAttempt) -> None:
         """Resume a request whose router has room for more of every choice."""

@@ -8,32 +8,72 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tests.harness import stub_workers
 from tests.harness.stub_workers import StubWorkers, serve
 
 
+@dataclass
+class Decoding:
+    """A request that gets a token at each step."""
+
+    log: Any
+    tokens: Iterator[Any]
+    next: Any  # the one of the next step
+    done: asyncio.Future[None]
+
+
 class Stepping(StubWorkers):
+    """One callback of the loop makes a step for all requests, as it takes in the results of an engine's step."""
+
     def __init__(self, gap_seconds: float) -> None:
         super().__init__()
         self._gap = gap_seconds
-
-    async def _step(self) -> None:
-        """Until the next step: all requests of a step get their token in one turn of the loop."""
-        await asyncio.sleep(self._gap - time.monotonic() % self._gap)
+        self._decoding: dict[int, Decoding] = {}
+        self._stepped: asyncio.Future[None] | None = None  # by the next step, while something waits for it
+        self._scheduled = False
 
     async def decode(self, spec: Any, log: Any) -> Any:
-        for token in stub_workers.tokens_of(spec, spec.sampling.max_tokens):
-            await self._step()
-            stub_workers.add(log, token)
+        tokens = stub_workers.tokens_of(spec, spec.sampling.max_tokens)
+        if (first := next(tokens, None)) is not None:
+            decoding = Decoding(log, tokens, first, asyncio.get_running_loop().create_future())
+            self._decoding[id(decoding)] = decoding
+            self._schedule()
+            try:
+                await decoding.done
+            finally:
+                self._decoding.pop(id(decoding), None)
         return stub_workers.common_pb2.WorkReport(worker_id="stub-decode")
 
     async def attach(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async for event in super().attach(request, context):  # type: ignore[misc]
-            await self._step()
+            if self._stepped is None:
+                self._stepped = asyncio.get_running_loop().create_future()
+            self._schedule()
+            await self._stepped
             yield event
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(self._gap - time.monotonic() % self._gap, self._step)
+
+    def _step(self) -> None:
+        self._scheduled = False
+        if self._stepped is not None:
+            self._stepped.set_result(None)
+            self._stepped = None
+        for key, one in list(self._decoding.items()):
+            stub_workers.add(one.log, one.next)
+            one.next = next(one.tokens, None)
+            if one.next is None:
+                del self._decoding[key]
+                one.done.set_result(None)
+        if self._decoding:
+            self._schedule()
 
 
 if __name__ == "__main__":

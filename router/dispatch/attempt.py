@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -248,6 +249,14 @@ class Attempt:
         if self._over:
             return
         self.responded.add(source)
+        limit = self._limits.get(token.choice)
+        if self.prompt is None and limit is not None and token.position < limit + self._beyond:
+            self._take_answer(token)
+        else:
+            self._came_otherwise(source, token)
+
+    def _came_otherwise(self, source: Source, token: Token) -> None:
+        """With a prompt of which something is wanted, or beyond the limit."""
         of_prompt = source is self._prompt_source and token.choice == self._prompt_choice
         limit = self._prompt_limit if of_prompt else self._limits.get(token.choice)
         if limit is None or token.position >= limit + (0 if of_prompt else self._beyond):
@@ -368,6 +377,7 @@ class _Reader:
     def __init__(self, attempt: Attempt, source: Source):
         self._attempt = attempt
         self._source = source
+        self.token = partial(attempt.came, source)
 
     @property
     def transfer_id(self) -> bytes:
@@ -378,9 +388,6 @@ class _Reader:
 
     def limits(self) -> list[int]:
         return self._attempt.limits(self._source)
-
-    def token(self, token: Token) -> None:
-        self._attempt.came(self._source, token)
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:
         self._attempt.reported_end(self._source, end)

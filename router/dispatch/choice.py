@@ -8,7 +8,7 @@ import time
 
 from cluster.errors import UnreadableAnswerError
 from router.link.token import Token
-from router.request.completion import Completion, Delta, FinishReason
+from router.request.completion import Completion, Delta, FinishReason, text_delta
 from router.text.marked_text import MarkedText
 from router.text.stop import StopMatcher
 from router.text.tokenizer import ModelText
@@ -42,6 +42,7 @@ class ChoiceStream:
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
         source = completion.answer_format
         self._marked = None if source is None else MarkedText(source.parser(), source.marker_texts)
+        self._plain = source is None and not completion.stop  # nothing is looked for in its text
 
     @property
     def reasoning_tokens(self) -> int:
@@ -76,6 +77,8 @@ class ChoiceStream:
         self.next_position = position + 1
         self.new_tokens += 1
         try:
+            if self._plain and not token.finish:
+                return text_delta(self._shown_as, self._detokenizer.add(token_id), token)
             return self._delta(token)
         except Exception as error:
             raise self._unreadable(error) from error

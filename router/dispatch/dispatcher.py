@@ -282,13 +282,14 @@ class RequestDispatcher:
             return False
         if delta is None:
             return False
-        now = time.monotonic()
+        now = self._token_times.now()
         before, choice.last_came = choice.last_came, now
         if before is not None:
             self._token_times.gap(now - before, self.trace_id)
         else:
-            self._note_first(now)
-        self._prefilled(attempt)
+            self._note_first()
+        if not attempt.prefilled_at:
+            self._prefilled(attempt)
         self._deltas.add(delta)
         if delta.finish is not None and all(one.finish is not None for one in attempt.choices):
             attempt.complete()
@@ -305,11 +306,11 @@ class RequestDispatcher:
         for index in range(self.choices):
             self._deltas.add(Delta(self._first_shown + index, "", (), prompt=(token,)))
 
-    def _note_first(self, now: float) -> None:
+    def _note_first(self) -> None:
         """The first token of a choice came."""
         first: float | None = None
         if self.first_token_seconds is None:
-            self.first_token_seconds = first = now - self._received
+            self.first_token_seconds = first = time.monotonic() - self._received
         self._token_times.first(first)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:

@@ -28,31 +28,33 @@ class Turn:
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._calls: RoundRobin[Call] = RoundRobin()
+        self._scheduled = False
 
     def add(self, call: Call, tenant: str = "") -> None:
-        if not self._calls:
-            asyncio.get_running_loop().call_soon(self._make)
+        if not self._scheduled:
+            self._schedule()
         self._calls.push(tenant, call)
 
+    def _schedule(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_soon(self._make)
+
     def _make(self) -> None:
-        calls, self._calls = self._calls, RoundRobin()
-        ends, left = self._clock() + SECONDS_PER_TURN, CALLS_PER_LOOK
-        while calls:
+        calls, self._calls, self._scheduled = self._calls, RoundRobin(), False
+        ends = self._clock() + SECONDS_PER_TURN
+        for made in range(1, len(calls) + 1):
             call = calls.pop()
             try:
                 call()
             except Exception:  # the others are other requests'
                 log.exception("a call at the end of a turn failed")
-            left -= 1
-            if left == 0:
-                left = CALLS_PER_LOOK
-                if calls and self._clock() > ends:
-                    self._put_back(calls)
-                    return
+            if not made % CALLS_PER_LOOK and calls and self._clock() > ends:
+                self._put_back(calls)
+                return
 
     def _put_back(self, left: RoundRobin[Call]) -> None:
         """Before what was added meanwhile."""
-        if not self._calls:
-            asyncio.get_running_loop().call_soon(self._make)
+        if not self._scheduled:
+            self._schedule()
         left.append_all(self._calls)
         self._calls = left

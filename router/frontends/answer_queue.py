@@ -51,7 +51,7 @@ class AnswerQueue(BatchQueue[Delta]):
         self._write = write
         self._turn, self._tenant = turn, tenant
         self._streamed = streamed
-        self._due = False  # _pass_on is called at the end of this turn
+        self._due = False  # _pass_on will be called, at the end of this turn or by the timer
         self._timer: asyncio.TimerHandle | None = None  # of _pass_on, for the pace
         self._over = self._loop.create_future()
         self._closed = False
@@ -104,21 +104,15 @@ class AnswerQueue(BatchQueue[Delta]):
 
     def add(self, item: Delta) -> None:
         self._items.append(item)
-        if not self._due and self._timer is None:
-            self._wake()
+        if not self._due:
+            self._due = True
+            self._turn.add(self._pass_on, self._tenant)
 
     def _wake(self) -> None:
-        if self._due:
-            return
-        if self._timer is not None:
-            if self._error is None and self._producers > 0:
-                return
+        if self._timer is not None and (self._error is not None or self._producers <= 0):
             self._timer.cancel()  # the end does not wait for the pace
-            self._timer = None
-        early = self._early()
-        if early > 0.0:
-            self._timer = self._loop.call_later(early, self._add_to_turn)
-        else:
+            self._add_to_turn()
+        elif not self._due:
             self._add_to_turn()
 
     def _add_to_turn(self) -> None:
@@ -126,34 +120,39 @@ class AnswerQueue(BatchQueue[Delta]):
         self._turn.add(self._pass_on, self._tenant)
 
     def _pass_on(self) -> None:
-        self._due = False
         if self._may_be_held_up:
             self._may_be_held_up = self._held_up
         if self._closed or self._may_be_held_up:
+            self._due = False
             return
+        early = self._early()
+        if early > 0.0:
+            self._timer = self._loop.call_later(early, self._add_to_turn)
+            return
+        self._due = False
         if self._items and self._error is None:
-            self._taken = self._loop.time()
-            count = count_at_once(self._items)
-            items, self._items = self._items[:count], self._items[count:]
+            items, self._items = self._items, []
+            if len(items) > 1 and (count := count_at_once(items)) < len(items):
+                self._items = items[count:]
+                del items[count:]
             try:
                 self._write(items)
             except Exception as error:
                 self.discard(error)
                 return
-            self._may_be_held_up = self._held_up
+            self._may_be_held_up = self._streamed and self._outlet.paused
         if self._error is not None or (self._producers <= 0 and not self._items):
             if not self._over.done():
                 self._over.set_result(None)
         elif self._items and not self._may_be_held_up:
-            self._add_to_turn()  # the rest in the next turn: the pace is that of whole batches
+            self._taken = 0.0  # the pace is that of whole batches: the rest follows in the next turn
+            self._add_to_turn()
         elif self._when_drained and not self._may_be_held_up:
             self._drained()
 
 
 def count_at_once(deltas: Sequence[Delta]) -> int:
     """How many of the first deltas are written in one turn."""
-    if len(deltas) <= 1:
-        return len(deltas)
     left = ENTRIES_AT_ONCE
     for count, delta in enumerate(deltas):
         if left <= 0:

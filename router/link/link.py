@@ -274,10 +274,15 @@ class WorkerLink:
     def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
-        if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
+        tokens = len(frame.tokens.handle)
+        if tokens or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
+        count = entries_of(frame)
+        if count == tokens <= ENTRIES_A_TURN:  # the frame of an ordinary step, or a beat
+            self._handles.take_tokens(frame.tokens, self._heard)
+            return None
         entries = self._handles.take(frame, self._heard, lambda: connection is self._connection)
-        if entries_of(frame) > ENTRIES_A_TURN:
+        if count > ENTRIES_A_TURN:
             return entries
         for _ in entries:
             pass

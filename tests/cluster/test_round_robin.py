@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cluster.round_robin import RoundRobin
+from cluster.round_robin import CountedRoundRobin, RoundRobin
 
 
 def test_one_owners_many_items_delay_anothers_by_one() -> None:
@@ -35,7 +35,7 @@ def test_items_that_are_appended_go_behind_those_of_their_owner_and_new_owners_b
 
 
 def test_the_newest_of_the_owner_with_the_most_leaves_first() -> None:
-    waiting: RoundRobin[str] = RoundRobin()
+    waiting: CountedRoundRobin[str] = CountedRoundRobin()
     for item in ("a1", "b1", "b2", "b3"):
         waiting.push(item[0], item)
     assert [waiting.pop_newest_of_most() for _ in range(2)] == ["b3", "b2"]
@@ -46,7 +46,7 @@ def test_the_newest_of_the_owner_with_the_most_leaves_first() -> None:
 
 def test_the_number_of_items_is_that_of_what_waits_after_any_sequence() -> None:
     rng = random.Random(7)
-    waiting: RoundRobin[int] = RoundRobin()
+    waiting: CountedRoundRobin[int] = CountedRoundRobin()
     expected: set[tuple[str, int]] = set()
     for number in range(2000):
         owner = rng.choice("abc")
@@ -68,7 +68,7 @@ def test_the_number_of_items_is_that_of_what_waits_after_any_sequence() -> None:
 
 def test_who_has_the_most_after_any_sequence() -> None:
     rng = random.Random(11)
-    waiting: RoundRobin[int] = RoundRobin()
+    waiting: CountedRoundRobin[int] = CountedRoundRobin()
     expected: dict[str, list[int]] = {owner: [] for owner in "abcd"}
     for number in range(2000):
         owner = rng.choice("abcd")
@@ -85,7 +85,7 @@ def test_who_has_the_most_after_any_sequence() -> None:
                 assert most[-1] == item and len(most) == max(map(len, expected.values()))
                 most.pop()
             case 4 if number % 4 == 0:
-                newer: RoundRobin[int] = RoundRobin()
+                newer: CountedRoundRobin[int] = CountedRoundRobin()
                 for more in rng.choices("abcd", k=rng.randrange(4)):
                     number += 10_000
                     newer.push(more, number)
@@ -95,7 +95,7 @@ def test_who_has_the_most_after_any_sequence() -> None:
 
 def test_many_owners_do_not_make_the_search_for_the_most_slow() -> None:
     def seconds(owners: int) -> float:
-        waiting: RoundRobin[int] = RoundRobin()
+        waiting: CountedRoundRobin[int] = CountedRoundRobin()
         for number in range(owners):
             waiting.push(str(number), number)
         began = time.process_time()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +31,6 @@ STEP_SECONDS = 1 / 32
 def request(name: str, prompt: list[int], new: int = 40, **more: object) -> EngineRequest:
     sampling = SamplingParams(temperature=0.0, max_tokens=new)
     return EngineRequest(name, prompt, sampling, **more)  # type: ignore[arg-type]
-
-
-def count_calls(function: Callable[[], object]) -> int:
-    """How many calls `function` makes, of Python and C functions."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 class Parts:

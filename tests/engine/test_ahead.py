@@ -9,7 +9,8 @@ import pytest
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.sequence import Sequence
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, Parts, request
+from tests.harness.calls import count_calls
 
 
 @pytest.mark.parametrize("seed", range(60))

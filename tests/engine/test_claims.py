@@ -10,7 +10,8 @@ import pytest
 from cluster.errors import BlocksExhaustedError
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.flow import TOKENS, Flow
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, Parts, request
+from tests.harness.calls import count_calls
 
 
 def test_a_local_prompt_runs_beside_hand_offs_that_take_every_block() -> None:

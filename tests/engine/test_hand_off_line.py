@@ -9,7 +9,8 @@ import pytest
 from cluster.errors import BlocksExhaustedError
 from engine.scheduler.hand_off_line import LONGEST_LINE, MAX_PASSED, HandOffLine, Moment
 from engine.scheduler.refusals import KEPT_SECONDS, KEPT_STEPS
-from tests.engine.parts import PAGE, STEP_SECONDS, Parts, count_calls, request
+from tests.engine.parts import PAGE, STEP_SECONDS, Parts, request
+from tests.harness.calls import count_calls
 
 BLOCKS = 40
 KEPT = round(KEPT_SECONDS / STEP_SECONDS)  # steps

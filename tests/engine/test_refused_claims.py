@@ -11,7 +11,8 @@ from engine.scheduler.decision import StepDecision
 from engine.scheduler.refusals import KEPT_SECONDS
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.flow import BLOCKS, KEPT, Flow, refused_now
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, Parts, request
+from tests.harness.calls import count_calls
 
 
 def refused(tenant: str = "") -> Flow:

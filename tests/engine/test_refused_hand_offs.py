@@ -6,7 +6,8 @@ import pytest
 
 from cluster.errors import BlocksExhaustedError
 from tests.engine.flow import Flow, refused_now
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, Parts, request
+from tests.harness.calls import count_calls
 
 
 @pytest.mark.parametrize("blocks", [6, 16])

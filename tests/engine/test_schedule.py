@@ -15,8 +15,9 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.fake_model import PAGE, FakeRunner
-from tests.engine.parts import Parts, count_calls
+from tests.engine.parts import Parts
 from tests.engine.parts import request as make
+from tests.harness.calls import count_calls
 
 
 def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineRequest:

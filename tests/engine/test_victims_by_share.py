@@ -15,8 +15,9 @@ from engine.scheduler import scheduler as scheduler_module
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Shares, Victims
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, Parts, request
 from tests.engine.starvation_world import World
+from tests.harness.calls import count_calls
 
 
 class PlainScan:

@@ -27,6 +27,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import unpack_tokens
 from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.protocol.wire_version import WIRE_VERSION
+from router.link.token import PlainToken, Token
 from tests.harness.linked_worker import LinkedWorker
 from wire import common_pb2, decode_pb2, prefill_pb2
 from worker.attempt_log import AttemptLog
@@ -123,7 +124,7 @@ class StubWorkers:
             task.cancel()
 
 
-def tokens_of(spec: common_pb2.GenerateSpec, count: int) -> Iterator[common_pb2.Token]:
+def tokens_of(spec: common_pb2.GenerateSpec, count: int) -> Iterator[Token]:
     """The next `count` tokens after those that earlier attempts, or another router, have sent."""
     begin, held = len(spec.prompt_tokens) // 4, len(spec.output_tokens) // 4
     alternatives = [
@@ -134,6 +135,9 @@ def tokens_of(spec: common_pb2.GenerateSpec, count: int) -> Iterator[common_pb2.
         last = index + 1 == spec.sampling.max_tokens
         finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
         for choice in range(spec.first_choice, spec.first_choice + max(1, spec.n)):
+            if not last and not alternatives:
+                yield PlainToken(choice, begin + index, TOKEN_ID)
+                continue
             yield common_pb2.Token(
                 choice=choice,
                 position=begin + index,
@@ -167,7 +171,10 @@ def vector_of(spec: common_pb2.GenerateSpec, dimensions: int) -> common_pb2.Toke
     return common_pb2.Token(choice=spec.first_choice + 1, position=1, token_id=TOKEN_ID, embedding=values)
 
 
-def add(log: AttemptLog, token: common_pb2.Token) -> None:
+def add(log: AttemptLog, token: Token) -> None:
+    if isinstance(token, PlainToken):
+        log.add(token.choice, token.position, token.token_id)
+        return
     whole = token.finish or token.top_logprobs or token.rank or token.embedding
     log.add(token.choice, token.position, token.token_id, token if whole else None)
 

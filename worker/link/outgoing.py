@@ -102,9 +102,13 @@ class Outgoing:
                 self._due[handle.number] = handle
                 self._due.update((one.number, one) for one in due)
                 break
-            handle.log.is_due = False
+            log = handle.log
+            log.is_due = False
             waits = rows.take_next(handle)
-            if handle.log.end_event is not None and self._end(frame, rows, handle):
+            if log.end_event is None:
+                if waits:
+                    behind.append(handle)
+            elif self._end(frame, rows, handle):
                 ended.append(handle)
             elif waits or handle.end_due:
                 behind.append(handle)

@@ -104,7 +104,7 @@ class Exchange(Request):
             return
         if isinstance(piece, bytes):
             if len(piece) <= SLICE_BYTES and not self._unwritten:
-                self._transport.write(self._framed(piece))
+                self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
                 return
             piece = (piece,)
         self._unwritten.append(in_slices(piece))

@@ -15,7 +15,7 @@ import re
 import socket
 
 from cluster.errors import UnauthenticatedError
-from cluster.round_robin import RoundRobin
+from cluster.round_robin import CountedRoundRobin
 from cluster.security.key_file import ApiKeys
 
 # Of a request's head, where clients send their key; one that comes later is found by the gate alone
@@ -31,8 +31,8 @@ class ReadyConnections:
         connections that wait, with a key and without each."""
         self._limit = limit
         self._keys = keys if keys is not None and keys.on else None
-        self._with_key: RoundRobin[socket.socket] = RoundRobin()  # by tenant
-        self._without_key: RoundRobin[socket.socket] = RoundRobin()  # by address
+        self._with_key: CountedRoundRobin[socket.socket] = CountedRoundRobin()  # by tenant
+        self._without_key: CountedRoundRobin[socket.socket] = CountedRoundRobin()  # by address
         self._last_had_key = False
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ Counts only grow. The difference of two readings covers the time between them, t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 LOW_SECONDS = 50e-6
@@ -29,11 +30,11 @@ class LatencyHistogram:
         self.add_all((seconds,))
 
     def add_all(self, values: Iterable[float]) -> None:
-        """Called with every token's gap, so it is a logarithm and an addition for each."""
+        """Called with every token's gap: equal ones cost one logarithm together."""
         counts, log = self.counts, math.log
-        for seconds in values:
+        for seconds, count in Counter(values).items():
             bucket = int(log(seconds) * _PER_LOG - _OFFSET) if seconds > LOW_SECONDS else 0
-            counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
+            counts[bucket if bucket < BUCKETS else BUCKETS - 1] += count
 
     def copy(self) -> LatencyHistogram:
         return LatencyHistogram(self.counts)

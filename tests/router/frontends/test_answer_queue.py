@@ -88,6 +88,15 @@ async def test_a_burst_is_paced_and_its_end_is_not(answer: Answer, monkeypatch: 
     assert answer.written == [["a"], ["b", "c"]] and answer.dispatcher.stopped
 
 
+async def test_the_pace_is_that_of_whole_batches(answer: Answer) -> None:
+    answer.queue._pace = 30.0
+    answer.add(map(str, range(ENTRIES_AT_ONCE + 1)))
+    await asyncio.sleep(0)
+    assert len(answer.written) == 1
+    await asyncio.sleep(0)
+    assert answer.written[1:] == [[str(ENTRIES_AT_ONCE)]], "the rest in the next turn"
+
+
 async def test_after_the_pace_the_next_piece_follows(answer: Answer) -> None:
     for text in "ab":
         answer.add(text)

@@ -38,3 +38,14 @@ async def test_a_traced_token_is_its_buckets_exemplar_and_counted_once() -> None
     shown = [bucket for bucket in histogram.buckets() if len(bucket) == 3]
     assert [(bucket[0], bucket[2].labels) for bucket in shown] == [("0.03", {"trace_id": "trace"})]
     assert histogram.count == 1
+
+
+async def test_the_gaps_of_a_turn_end_at_one_time() -> None:
+    """Equal ones are counted together. A later turn has another time."""
+    times = TokenTimes(Recorder(), metrics.ITL.create())
+    now = times.now()
+    times.gap(0.03, "")
+    assert times.now() == now
+    await asyncio.sleep(0)
+    while times.now() == now:  # the clock's resolution
+        pass
