@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import DrainingError
 from cluster.round_robin import RoundRobin
@@ -40,11 +40,25 @@ class FairThreads:
         self._check_open()
         await self._turn(tenant)
         self._check_open()  # a turn may come just before the end
-        running = self._executor.submit(function, *arguments)
         loop = asyncio.get_running_loop()
-        # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
-        running.add_done_callback(lambda _: call_on(loop, self._give_back))
-        return await asyncio.wrap_future(running)
+        result: asyncio.Future[T] = loop.create_future()
+
+        def ended(set_result: Callable[[Any], None], value: object) -> None:
+            # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
+            self._give_back()
+            if not result.done():
+                set_result(value)
+
+        def work() -> None:
+            try:
+                value = function(*arguments)
+            except BaseException as error:
+                call_on(loop, ended, result.set_exception, error)
+            else:
+                call_on(loop, ended, result.set_result, value)
+
+        self._executor.submit(work)
+        return await result
 
     def close(self) -> None:
         """Call it on the event loop. Waiting calls fail at once."""
@@ -86,10 +100,10 @@ class FairThreads:
         self._free += 1
 
 
-def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
     """Call it on the loop, from another thread."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _lower_priority(nice: int) -> None:
