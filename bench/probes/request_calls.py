@@ -17,21 +17,20 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import uvloop
+from token_probe import PROMPT_CHARACTERS, words
 
 from cluster.config.router import RouterConfig
 from cluster.redis.embedded import EmbeddedRedis
 from router.server import Router
 from tests.harness.router_process import NAMESPACE, stub_workers
-from token_probe import PROMPT_CHARACTERS, words
 from wire import inference_pb2, inference_pb2_grpc
 
-TOKENS = int(__import__("os").environ.get("TOK","16"))
 WARM = 20
 READY_SECONDS = 30.0
 SHOWN = 60
@@ -66,16 +65,22 @@ async def measure(given: argparse.Namespace, redis_url: str) -> tuple[pstats.Sta
         await client.stdout.readline()
         profile, tasks = cProfile.Profile(), Counter[str]()
         profile.enable()
-        if given.tasks:
-            asyncio.get_running_loop().set_task_factory(counting(tasks))
-        client.stdin.write(b"\n")
-        await client.stdout.readline()
+        await _answered(client.stdin, client.stdout)
         profile.disable()
+        asyncio.get_running_loop().set_task_factory(counting(tasks))
+        await _answered(client.stdin, client.stdout)
         asyncio.get_running_loop().set_task_factory(None)
+        client.stdin.close()
         await client.wait()
         return pstats.Stats(profile), tasks
     finally:
         await router.close()
+
+
+async def _answered(told: asyncio.StreamWriter, tells: asyncio.StreamReader) -> None:
+    """Let the client send its requests; wait until it has all answers."""
+    told.write(b"\n")
+    await tells.readline()
 
 
 def counting(tasks: Counter[str]) -> Any:
@@ -87,24 +92,23 @@ def counting(tasks: Counter[str]) -> Any:
 
 
 def ask(given: argparse.Namespace) -> None:
-    """The client: a few requests to warm up, then, once told, those that are counted."""
+    """The client: a few requests to warm up, then, each time that it is told, those that are counted."""
     rng = random.Random(1)
-    with contextlib.closing(_grpc(given.client) if given.protocol == "grpc" else _http(given.client)) as one:
+    asking = _grpc if given.protocol == "grpc" else _http
+    with contextlib.closing(asking(given.client, given.tokens)) as one:
         next(one)
-        for _ in range(WARM):
-            one.send(words(rng, PROMPT_CHARACTERS))
-        print(flush=True)
-        sys.stdin.readline()
-        for _ in range(given.requests):
-            one.send(words(rng, PROMPT_CHARACTERS))
-        print(flush=True)
+        for count in (WARM, given.requests, given.requests):
+            for _ in range(count):
+                one.send(words(rng, PROMPT_CHARACTERS))
+            print(flush=True)
+            sys.stdin.readline()
 
 
-def _http(address: str) -> Iterator[None]:
+def _http(address: str, tokens: int) -> Generator[None, str, None]:
     """Each request over a connection of its own."""
     host, _, port = address.rpartition(":")
     while True:
-        body = json.dumps({"prompt": (yield), "max_tokens": TOKENS, "stream": True}).encode()
+        body = json.dumps({"prompt": (yield), "max_tokens": tokens, "stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -115,10 +119,10 @@ def _http(address: str) -> Iterator[None]:
                 came += more
 
 
-def _grpc(address: str) -> Iterator[None]:
+def _grpc(address: str, tokens: int) -> Generator[None, str, None]:
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        options = inference_pb2.GenerateOptions(max_tokens=TOKENS)
+        options = inference_pb2.GenerateOptions(max_tokens=tokens)
         while True:
             for _ in stub.Generate(inference_pb2.GenerateRequest(text=(yield), options=options)):
                 pass
@@ -143,7 +147,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--protocol", choices=["http", "grpc"], default="http")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--tasks", action="store_true", help="count tasks, in place of calls")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--table", action="store_true", help="by function, for reading")
     parser.add_argument("--dump", type=Path, help="write the profile there")
     parser.add_argument("--client", default="", help=argparse.SUPPRESS)
