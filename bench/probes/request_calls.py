@@ -23,8 +23,8 @@ from typing import Any
 
 import grpc
 import uvloop
-from token_probe import PROMPT_CHARACTERS, words
 
+from bench.probes.token_probe import PROMPT_CHARACTERS, words
 from cluster.config.router import RouterConfig
 from cluster.redis.embedded import EmbeddedRedis
 from router.server import Router

@@ -41,7 +41,8 @@ class PieceCache:
 
     def get_all(self, scope: str, texts: Sequence[str]) -> list[array[int] | None]:
         """The tokens of each text; None for one that is not kept."""
-        entries, found = self._entries, []
+        entries = self._entries
+        found: list[array[int] | None] = []
         with self._lock:
             for text in texts:
                 key = scope, text

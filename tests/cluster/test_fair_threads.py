@@ -123,7 +123,8 @@ async def test_a_call_that_is_cancelled_when_a_thread_becomes_free_takes_none(
 
 async def test_a_call_wakes_the_loop_once(threads: FairThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its result, and for the next turn."""
-    loop, woken = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    woken: list[tuple[Any, ...]] = []
     wake = loop.call_soon_threadsafe
 
     def counted(*arguments: Any) -> Any:

@@ -35,9 +35,8 @@ class WebPages:
         self._origins = frozenset(cors_origins)
         self._names = {_name(urlsplit(origin).netloc) for origin in cors_origins}
         self._names.add(socket.gethostname().lower())
-        self._is_loopback = lru_cache(MAX_LOCAL_ADDRESSES)(
-            is_loopback
-        )  # reading an address costs more than the rest
+        # Reading an address costs more than the rest of a check.
+        self._is_loopback = lru_cache(MAX_LOCAL_ADDRESSES)(is_loopback)
 
     def check(self, method: str, headers: RawHeaders, local_address: str) -> None:
         """Raises ForbiddenError. OPTIONS changes and shows nothing. `local_address`: this end of the connection."""
