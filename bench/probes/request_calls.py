@@ -128,7 +128,7 @@ def _grpc(address: str, tokens: int) -> Generator[None, str, None]:
                 pass
 
 
-def by_function(stats: pstats.Stats, requests: int) -> list[tuple[float, str]]:
+def by_function(stats: Any, requests: int) -> list[tuple[float, str]]:
     found = [(calls / requests, _name(key)) for key, (_, calls, *_) in stats.stats.items()]
     return sorted(found, reverse=True)
 

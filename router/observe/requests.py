@@ -165,7 +165,7 @@ class _OfModel:
     tpot: Histogram
     prompt_lengths: Histogram
     output_lengths: Histogram
-    ended: dict[str, Counter] = field(default_factory=dict)  # by outcome
+    ended: dict[str, Counter] = field(init=False, default_factory=dict)  # by outcome
 
     @classmethod
     def of(

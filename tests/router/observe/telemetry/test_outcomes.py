@@ -70,7 +70,9 @@ def test_errors_before_the_first_byte_are_counted_too() -> None:
 def test_each_stage_has_its_own_seconds() -> None:
     metrics, one = RouterMetrics(CollectorRegistry(), ["m"]), dispatcher(complete=True)
     fields = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
-    seconds = {name: float(number) for number, name in enumerate(fields, 1) if name.endswith("_seconds")}
+    seconds: dict[str, Any] = {
+        name: float(number) for number, name in enumerate(fields, 1) if name.endswith("_seconds")
+    }
     one.outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings(**seconds))
     with metrics.request(one):
         pass
