@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import DrainingError
 from cluster.round_robin import RoundRobin
@@ -40,15 +40,32 @@ class FairThreads:
         self._check_open()
         await self._turn(tenant)
         self._check_open()  # a turn may come just before the end
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def ended(set_result: Callable[[Any], None], value: object) -> None:
+            # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
+            self._give_back()
+            if not result.done():
+                set_result(value)
+
+        def work() -> None:
+            if result.cancelled():  # while it waited for its thread
+                call_on(loop, self._give_back)
+                return
+            try:
+                value = function(*arguments)
+            except BaseException as error:
+                call_on(loop, ended, result.set_exception, error)
+            else:
+                call_on(loop, ended, result.set_result, value)
+
         try:
-            running = self._executor.submit(function, *arguments)
+            self._executor.submit(work)
         except RuntimeError:  # no further thread can be started now
             self._give_back()
             raise
-        loop = asyncio.get_running_loop()
-        # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
-        running.add_done_callback(lambda _: call_on(loop, self._give_back))
-        return await asyncio.wrap_future(running)
+        return await result
 
     def close(self) -> None:
         """Call it on the event loop. Waiting calls fail at once."""
@@ -90,10 +107,10 @@ class FairThreads:
         self._free += 1
 
 
-def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
     """Call it on the loop, from another thread."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _lower_priority(nice: int) -> None:

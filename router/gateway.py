@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -129,11 +129,11 @@ class RequestGateway:
     def model(self, name: Any) -> ServedModel:
         """The model that a request names, by its own name or an adapter's. The first one for no name, and for one that is
         unknown, which its limits refuse (FieldLimits.check_model)."""
-        found = self.further.get(name) if isinstance(name, str) else None
-        first = found or self.first
-        if found or not self.further or not isinstance(name, str) or first.validator.limits.serves(name):
-            return first
-        return next((one for one in self.further.values() if one.validator.limits.serves(name)), first)
+        if not self.further or not isinstance(name, str):
+            return self.first
+        if (found := self.further.get(name)) is not None or self.first.validator.limits.serves(name):
+            return found or self.first
+        return next((one for one in self.further.values() if one.validator.limits.serves(name)), self.first)
 
     def _adapters_of(self, model: str) -> LoadedAdapters:
         """Those that the model's workers have loaded."""
@@ -245,17 +245,21 @@ class RequestGateway:
             late = f"{field}: it was not tokenised within {seconds:g} s (request_seconds)"
             raise DeadlineError(late, field=field, limit=f"{seconds:g} s") from None
 
-    @contextlib.asynccontextmanager
-    async def preparing(
+    def preparing(
         self, caller: Caller, model: str = "", *, resumed: bool = False, costly: bool = True
-    ) -> AsyncIterator[None]:
+    ) -> contextlib.AbstractAsyncContextManager[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
         as a request of the tenant's quota. A tenant whose requests are used up, in all or for `model`, does not enter, but
         with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Where
         nothing `costly` comes before that, made-up tickets need no bound. Raises OverloadedError."""
         if not caller.tenant:
-            yield
-            return
+            return contextlib.nullcontext()
+        return self._preparing(caller, model, resumed=resumed, costly=costly)
+
+    @contextlib.asynccontextmanager
+    async def _preparing(
+        self, caller: Caller, model: str, *, resumed: bool, costly: bool
+    ) -> AsyncIterator[None]:
         quota, buckets = self.services.quota, self._buckets(caller, model)
         async with contextlib.AsyncExitStack() as held:
             if resumed and costly:
@@ -281,7 +285,6 @@ class RequestGateway:
             self.services.quota.tickets.proven(caller.tenant)
         return identity
 
-    @contextlib.contextmanager
     def request(
         self,
         completion: Completion,
@@ -289,15 +292,14 @@ class RequestGateway:
         first_shown: int = 0,
         arrival: Arrival | None = None,
         identity: Identity | None = None,
-    ) -> Iterator[RequestDispatcher]:
+    ) -> contextlib.AbstractContextManager[RequestDispatcher]:
         """Measure an admitted request, from its dispatch to its end. `identity`: that of `check_ticket`."""
         self.requests += 1
         if self.member is not None:
             self.member.count_request()
         owned = self._owned(completion, caller)
         dispatcher = RequestDispatcher(owned, self.services, first_shown, arrival, identity)
-        with self.metrics.request(dispatcher):
-            yield dispatcher
+        return self.metrics.request(dispatcher)
 
     @contextlib.asynccontextmanager
     async def counted(self, caller: Caller, model: str) -> AsyncIterator[None]:

@@ -65,9 +65,17 @@ def run(context: Context) -> Section:
     for streams in STREAMS:
         found = probe(Path.cwd(), context, "--streams", str(streams))
         figures.append(Figure(f"HTTP, {streams} streams: {ROUTER}", found[ROUTER], "µs"))
+    figures += [figure for protocol in ("http", "grpc") for figure in _counts(context, protocol)]
     most = min(figure.value for figure in figures if figure.unit == "µs")
     figures.append(Figure("streams at 40 tokens/s for 0.7 of a core", 0.7 / (40 * most * 1e-6), "", "≥ 1000"))
     return Section("token_path", "The token path at the router, beside streams per attempt", figures)
+
+
+def _counts(context: Context, protocol: str) -> list[Figure]:
+    """Of this tree's router: what a request makes, which no other process changes."""
+    flags = ("--protocol", protocol, "--requests", str(context.repeats(200)))
+    found = _run(Path.cwd(), "request_calls.py", context, *flags)
+    return [Figure(f"{protocol}, 16 tokens: {name}", value) for name, value in found.items()]
 
 
 def _figure(load: Load, ratio: Ratio) -> Figure:
@@ -77,10 +85,12 @@ def _figure(load: Load, ratio: Ratio) -> Figure:
 
 def probe(tree: Path, context: Context, *flags: str) -> Sample:
     """Figures of one run of a tree's router. Raises RuntimeError, with its last words, if it fails."""
-    seconds = str(context.seconds(SECONDS))
-    command = [sys.executable, str(PROBES / "token_probe.py"), "--model", str(context.model)]
+    return _run(tree, "token_probe.py", context, "--seconds", str(context.seconds(SECONDS)), *flags)
+
+
+def _run(tree: Path, script: str, context: Context, *flags: str) -> Sample:
     done = subprocess.run(
-        [*command, "--seconds", seconds, *flags],
+        [sys.executable, str(PROBES / script), "--model", str(context.model), *flags],
         check=False,
         cwd=tree,
         env={**os.environ, "PYTHONPATH": f"{tree}:{PROBES}", "OMP_NUM_THREADS": "1"},

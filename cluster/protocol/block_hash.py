@@ -44,16 +44,15 @@ def hash_block(parent: bytes | None, packed_block: bytes, *, secret: bytes, salt
 def hash_blocks(packed: bytes, page_size: int, *, secret: bytes, salt: bytes) -> list[bytes]:
     """Hashes of every full block of a packed token list, in order. About 0.5 µs a block."""
     step = page_size * 4
-    hashes: list[bytes] = []
-    parent = _ROOT
-    blake2b = hashlib.blake2b
-    for begin in range(0, len(packed) - step + 1, step):
-        message = parent + packed[begin : begin + step] + salt
-        parent = blake2b(message, digest_size=HASH_BYTES, key=secret).digest()
-        hashes.append(parent)
-    return hashes
+    blake2b, parent = hashlib.blake2b, _ROOT
+    return [
+        parent := blake2b(
+            parent + packed[begin : begin + step] + salt, digest_size=HASH_BYTES, key=secret
+        ).digest()
+        for begin in range(0, len(packed) - step + 1, step)
+    ]
 
 
 def index_keys(hashes: Sequence[bytes]) -> bytes:
     """The hashes' 8-byte index keys, packed: the argument of the radix index scripts."""
-    return b"".join(block[:INDEX_KEY_BYTES] for block in hashes)
+    return b"".join([block[:INDEX_KEY_BYTES] for block in hashes])

@@ -38,11 +38,10 @@ class Histogram:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str = "") -> None:
-        index = bisect_left(self.bounds, value)
-        self.counts[index] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
         if trace_id:
-            self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
+            self.note(value, trace_id)
 
     def observe_all(self, values: Sequence[float]) -> None:
         """Equal values cost one bisect together."""
@@ -51,8 +50,17 @@ class Histogram:
             counts[bisect_left(bounds, value)] += count
         self.sum = sum(values, self.sum)
 
+    @staticmethod
+    def observe_each(pairs: Iterable[tuple[Histogram, float]], trace_id: str = "") -> None:
+        """`observe` a value by each histogram, in one call: calls cost more than observations."""
+        for histogram, value in pairs:
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.sum += value
+            if trace_id:
+                histogram.note(value, trace_id)
+
     def note(self, value: float, trace_id: str) -> None:
-        """Make it its bucket's exemplar; it is counted by `observe_all`."""
+        """Make it its bucket's exemplar; it is counted by `observe_all` or `observe_each`."""
         self._exemplars[bisect_left(self.bounds, value)] = Exemplar(
             {"trace_id": trace_id}, value, time.time()
         )

@@ -3,8 +3,7 @@ of their bodies."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 
 from cluster.config.router import RouterConfig
@@ -143,6 +142,8 @@ class HeldBytes:
     def check_room(self, size: int, model: str = "") -> None:
         """Whether an answer of this size, for this model, has room beside what is held; one that is larger than the budget
         needs all of it. Raises OverloadedError."""
+        if size <= FREE_BYTES:
+            return
         own = self._taken.count
         most = min(size - FREE_BYTES, self._budget.most(self.tenant, model) - own)
         self.grow_to(FREE_BYTES + own + most)
@@ -182,7 +183,8 @@ class HeldBytes:
 
 
 class Place:
-    """One request's place. It is the model's too, once the request is known to name that."""
+    """One request's place, to be left at the end of a `with`. It is the model's too, once the request is known to name
+    that."""
 
     def __init__(self, admission: Admission, caller: Caller, taken: Taken):
         self.body = admission.bodies.hold(caller.tenant)
@@ -190,6 +192,12 @@ class Place:
         self._caller = caller
         self._taken = taken
         self.model = ""
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def of_model(self, name: str) -> None:
         """Count the request, with the bytes of its body, as one of a model of this router; until now it may have been one
@@ -240,9 +248,8 @@ class Admission:
         """In this process."""
         return self._requests.here(ALL)
 
-    @contextlib.contextmanager
-    def admit(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[Place]:
-        """Count a request as in flight, from its head on.
+    def admit(self, caller: Caller = ANYONE, connection: str = "") -> Place:
+        """Count a request as in flight, from its head on, until its place is left.
 
         Raises OverloadedError when a limit is reached, DrainingError when this router leaves.
         """
@@ -254,10 +261,7 @@ class Admission:
         except OverloadedError:
             self._refused(caller.tenant)
             raise
-        try:
-            yield place
-        finally:
-            place.leave()
+        return place
 
     def in_model(self, name: str) -> int:
         """Requests in flight for a model, in this process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple, Protocol
 
 ALL = ""  # the one holder of a tally that counts without telling holders apart
@@ -23,10 +22,10 @@ class LocalTally:
     """For a router of one process."""
 
     def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
+        self._taken: dict[str, int] = {}
 
     def add(self, holder: str, count: int) -> int:
-        taken = self._taken[holder] + count
+        taken = self._taken.get(holder, 0) + count
         if taken:
             self._taken[holder] = taken
         else:
@@ -34,7 +33,7 @@ class LocalTally:
         return taken
 
     def here(self, holder: str) -> int:
-        return self._taken[holder]
+        return self._taken.get(holder, 0)
 
     def __len__(self) -> int:
         return len(self._taken)

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
-from router.placement.types import PriorityClass, priority_class_of
+from router.placement.types import priority_class_of
 from router.request.completion import Completion
 
 OF_DEADLINE = 0.9  # of a client's own deadline: the refusal must still reach it
 LAST_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
 class RequestDeadlines:
-    config: RouterConfig
-    completion: Completion
-    received: float  # monotonic seconds
-
-    @property
-    def priority_class(self) -> PriorityClass:
-        return priority_class_of(self.completion.priority)
-
-    @property
-    def target_seconds(self) -> float:
-        """TTFT target of the request's class; 0 = no target."""
-        return {
-            "high": self.config.ttft_target_seconds_high,
-            "normal": self.config.ttft_target_seconds_normal,
-            "batch": self.config.ttft_target_seconds_batch,
+    def __init__(self, config: RouterConfig, completion: Completion, received: float):
+        """`received`: monotonic seconds."""
+        self.priority_class = priority_class_of(completion.priority)
+        # TTFT target of the request's class; 0 = no target
+        self.target_seconds = {
+            "high": config.ttft_target_seconds_high,
+            "normal": config.ttft_target_seconds_normal,
+            "batch": config.ttft_target_seconds_batch,
         }[self.priority_class]
+        self._config, self._seconds = config, completion.deadline_seconds
+        self._received = received
 
     @property
     def left_seconds(self) -> float:
-        return max(1e-3, self.received + self.completion.deadline_seconds - time.monotonic())
+        return max(1e-3, self._received + self._seconds - time.monotonic())
 
     @property
     def admission_seconds(self) -> float:
         """How long it may wait for a worker: as long as the target of its class allows, but less than its own deadline, so
         that the refusal and its reason still reach the client."""
-        longest = max(self.config.admission_seconds, self.target_seconds)
-        return min(longest, OF_DEADLINE * self.completion.deadline_seconds)
+        longest = max(self._config.admission_seconds, self.target_seconds)
+        return min(longest, OF_DEADLINE * self._seconds)
 
     def worker_seconds(self, deadline: float) -> float:
         """How long it may queue at a worker. A late attempt gets a second of its own, but no longer than leaves time to

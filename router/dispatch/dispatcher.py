@@ -76,7 +76,8 @@ class RequestDispatcher:
         where it was needed before."""
         self._completion = completion
         self._services = services
-        packed_prompt, self._name, self._resumed = identity or services.identify(completion)
+        self._identity = identity or services.identify(completion)
+        self._resumed = self._identity.resumed
         model = completion.served_model
         self._token_times = services.token_times_of(model)
         self._choices = [
@@ -91,7 +92,9 @@ class RequestDispatcher:
         self._trace = services.begin_trace(arrival, completion)
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._deadlines = RequestDeadlines(services.config, completion, self._received)
-        self._placer = RequestPlacer(completion, services, self._deadlines, self.stats, packed_prompt)
+        self._placer = RequestPlacer(
+            completion, services, self._deadlines, self.stats, self._identity.packed_prompt
+        )
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
         self._deltas: BatchQueue[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -121,6 +124,12 @@ class RequestDispatcher:
     def complete(self) -> bool:
         return all(choice.finish is not None for choice in self._choices)
 
+    @cached_property
+    def _name(self) -> bytes:
+        """At every router. Made where it is needed: for a quota or a ticket."""
+        packed, name, _ = self._identity
+        return self._services.name_of(self._completion, packed) if name is None else name
+
     def resume_ticket(self) -> bytes:
         """What its client presents to resume it at another router."""
         return self._services.tickets.issue(self._completion, self._name)
@@ -141,7 +150,7 @@ class RequestDispatcher:
             async with (
                 asyncio.timeout(self._completion.deadline_seconds),
                 quota_lease(
-                    self._services, self._completion, self._name, resumed=self._resumed, use=self._use
+                    self._services, self._completion, lambda: self._name, resumed=self._resumed, use=self._use
                 ),
             ):
                 if self._completion.rate_limits or self._completion.model_rate_limits:

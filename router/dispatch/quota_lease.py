@@ -12,15 +12,27 @@ from router.request.completion import Completion
 from router.request.resume_tickets import GRACE_SECONDS
 
 
-@contextlib.asynccontextmanager
-async def quota_lease(
-    services: Services, completion: Completion, name: bytes, *, resumed: bool, use: Callable[[], Use | None]
-) -> AsyncIterator[None]:
+def quota_lease(
+    services: Services,
+    completion: Completion,
+    name: Callable[[], bytes],
+    *,
+    resumed: bool,
+    use: Callable[[], Use | None],
+) -> contextlib.AbstractAsyncContextManager[None]:
     """Charge what the request is expected to use; at the end settle what it has used: `use()`, None if it was not served.
 
     Raises OverloadedError where the tenant's quota is used up, or its quota of the request's model.
     """
-    c = completion
+    if not (completion.rate_limits or completion.model_rate_limits):
+        return contextlib.nullcontext()
+    return _charged(services, completion, name(), resumed, use)
+
+
+@contextlib.asynccontextmanager
+async def _charged(
+    services: Services, c: Completion, name: bytes, resumed: bool, use: Callable[[], Use | None]
+) -> AsyncIterator[None]:
     prompt, held = len(c.prompt_tokens), len(c.resume_tokens)
     new = 0 if c.prompt_only else min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
     request = ChargedRequest(

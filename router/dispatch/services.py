@@ -54,7 +54,7 @@ class Identity(NamedTuple):
     """What a request is at every router of the deployment."""
 
     packed_prompt: bytes
-    name: bytes
+    name: bytes | None  # None: nothing has needed it yet
     resumed: bool  # its ticket proves that another router had admitted it
 
 
@@ -110,9 +110,11 @@ class Services:
         return name_of(completion.tenant, completion.request_id, packed_prompt, further)
 
     def identify(self, completion: Completion) -> Identity:
-        """Pack a request's prompt, name it and check its ticket: some ms for a long prompt, so once per request. Raises
-        InvalidRequestError."""
+        """Pack a request's prompt and check its ticket, if it has one: some ms for a long prompt, so once per request.
+        Raises InvalidRequestError."""
         packed = pack_tokens(completion.prompt_tokens)
+        if not (completion.resume_ticket or completion.resume_tokens):
+            return Identity(packed, None, False)
         name = self.name_of(completion, packed)
         return Identity(packed, name, self.tickets.check(completion, name))
 

@@ -7,7 +7,6 @@ report would change the placement of every later request: a report with a value 
 from __future__ import annotations
 
 import logging
-import math
 
 from cluster.protocol.names import MAX_NAME
 from cluster.telemetry.logs import is_logged
@@ -18,7 +17,7 @@ SLACK_SECONDS = 1.0  # clocks of two machines do not run at quite the same rate
 MAX_TIMES = 64  # that the tokens of a request are computed: again after each preemption, and for each choice
 MAX_TOKEN_BYTES = 16 << 20  # of a token's KV, in all layers
 MAX_TRANSPORT = 64  # characters
-_SECONDS = [one.name for one in common_pb2.WorkReport.DESCRIPTOR.fields if one.name.endswith("_seconds")]
+_SECONDS = {one.name for one in common_pb2.WorkReport.DESCRIPTOR.fields if one.name.endswith("_seconds")}
 _TOKENS = ("cached_tokens", "computed_prompt_tokens", "not_shipped_tokens")
 
 
@@ -47,13 +46,12 @@ class WorkReports:
 
 def _false(report: common_pb2.WorkReport, most_seconds: float, most_tokens: int) -> str:
     """What cannot be true; "" if everything can."""
-    for name in _SECONDS:
-        value = getattr(report, name)
-        if not (math.isfinite(value) and 0 <= value <= most_seconds):
+    for field, value in report.ListFields():  # without those that are 0
+        name = field.name
+        if name in _SECONDS and not 0 <= value <= most_seconds:
             return f"{name} is {value:g} where the attempt has taken {most_seconds - SLACK_SECONDS:.3f} s"
-    for name in _TOKENS:
-        if getattr(report, name) > most_tokens:
-            return f"{name} is {getattr(report, name)} of at most {most_tokens}"
+        if name in _TOKENS and value > most_tokens:
+            return f"{name} is {value} of at most {most_tokens}"
     if report.kv_bytes_shipped > most_tokens * MAX_TOKEN_BYTES:
         return f"kv_bytes_shipped is {report.kv_bytes_shipped} of at most {most_tokens} tokens"
     if len(report.worker_id) > MAX_NAME or len(report.transport) > MAX_TRANSPORT:

@@ -50,5 +50,7 @@ class Backoff(Generic[Name]):
 
     def names(self) -> frozenset[Name]:
         """Names that are excluded now."""
+        if not self._out:
+            return frozenset()
         now = self._clock()
         return frozenset(name for name, out in self._out.items() if now < out.until)

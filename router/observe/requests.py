@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from cluster.errors import BatonError
 from cluster.telemetry.histogram import Histogram, HistogramFamily
 from cluster.telemetry.metrics import declaration
 from cluster.telemetry.metrics import router as declared
 from router.dispatch.dispatcher import RequestDispatcher
-from router.observe.tenants import Tenants, result_of
+from router.observe.tenants import Tenant, Tenants, result_of
 from router.request.completion import Outcome
 from wire.inference_pb2 import Timings
 
 _SECONDS = [field.name for field in Timings.DESCRIPTOR.fields if field.name.endswith("_seconds")]
-_STAGES = [name.removesuffix("_seconds") for name in _SECONDS if name != "total_seconds"]
+_SECONDS.remove("total_seconds")
+_STAGES = [name.removesuffix("_seconds") for name in _SECONDS]
+_STAGES_OF = attrgetter(*_SECONDS)
 _OUTCOMES = (
     *("ok", "cancelled", "overloaded", "refused"),
     *("InvalidRequestError", "OverloadedError", "UnavailableError", "DeadlineError", "InternalError"),
@@ -88,13 +91,14 @@ class RouterMetrics:
         self.tenants.of(tenant).requests["refused"] += 1
 
     @contextlib.contextmanager
-    def request(self, dispatcher: RequestDispatcher) -> Iterator[None]:
+    def request(self, dispatcher: RequestDispatcher) -> Iterator[RequestDispatcher]:
+        """Measure it meanwhile."""
         began = time.monotonic()
         tenant = self.tenants.of(dispatcher.tenant)
         tenant.in_flight += 1
         outcome = ""
         try:
-            yield
+            yield dispatcher
         except BatonError as error:
             outcome = type(error).__name__
             raise
@@ -103,17 +107,24 @@ class RouterMetrics:
             outcome = outcome or _outcome(dispatcher)
             tenant.in_flight -= 1
             tenant.requests[result_of(outcome)] += 1
-            self.requests.labels(dispatcher.model, outcome).inc()
-            self._of(dispatcher.model).e2e.observe(time.monotonic() - began, dispatcher.trace_id)
-            self._count(dispatcher, dispatcher.outcome)
+            model = self._of(dispatcher.model)
+            self._ended(model, dispatcher.model, outcome).inc()
+            model.e2e.observe(time.monotonic() - began, dispatcher.trace_id)
+            self._count(dispatcher, model, tenant, dispatcher.outcome)
             dispatcher.finish_trace(outcome)
 
-    def _count(self, dispatcher: RequestDispatcher, outcome: Outcome) -> None:
+    def _ended(self, of_model: _OfModel, model: str, outcome: str) -> Counter:
+        """Outcomes are few: names of error classes among them."""
+        known = of_model.ended.get(outcome)
+        if known is None:
+            known = of_model.ended[outcome] = self.requests.labels(model, outcome)
+        return known
+
+    def _count(
+        self, dispatcher: RequestDispatcher, model: _OfModel, tenant: Tenant, outcome: Outcome
+    ) -> None:
         usage, timings, trace_id = outcome.usage, outcome.timings, dispatcher.trace_id
-        model = self._of(dispatcher.model)
-        for name, stage in model.stages:
-            stage.observe(getattr(timings, name), trace_id)
-        tenant = self.tenants.of(dispatcher.tenant)
+        Histogram.observe_each(zip(model.stages, _STAGES_OF(timings), strict=True), trace_id)
         first = dispatcher.first_token_seconds
         if first is not None:
             model.ttft.observe(first, trace_id)
@@ -123,10 +134,9 @@ class RouterMetrics:
                 model.tpot.observe(seconds, trace_id)
         model.prompt_lengths.observe(usage.prompt_tokens)
         model.output_lengths.observe(usage.completion_tokens)
-        for total, read in self._totals:
-            total.inc(read(outcome))
-        for total, read in self._totals_of_model:
-            total.labels(dispatcher.model).inc(read(outcome))
+        for total, read in model.totals:
+            if more := read(outcome):
+                total.inc(more)
         tenant.prompt_tokens += usage.prompt_tokens
         tenant.cached_tokens += usage.cached_tokens
         tenant.output_tokens += usage.completion_tokens
@@ -137,7 +147,8 @@ class RouterMetrics:
         """`model`: of this router, never a name as a client sent it: each has series of its own."""
         known = self._by_model.get(model)
         if known is None:
-            known = self._by_model[model] = _OfModel.of(self._families, model)
+            of_model = [(total.labels(model), read) for total, read in self._totals_of_model]
+            known = self._by_model[model] = _OfModel.of(self._families, model, (*self._totals, *of_model))
         return known
 
 
@@ -150,19 +161,27 @@ def _outcome(dispatcher: RequestDispatcher) -> str:
 
 @dataclass(frozen=True)
 class _OfModel:
-    """The histograms of one model."""
+    """The series of one model, and the totals of all models."""
 
-    stages: Sequence[tuple[str, Histogram]]  # by field of Timings
+    totals: Sequence[tuple[Counter, Callable[[Outcome], float]]]
+    stages: Sequence[Histogram]  # in the order of _STAGES
     e2e: Histogram
     ttft: Histogram
     tpot: Histogram
     prompt_lengths: Histogram
     output_lengths: Histogram
+    ended: dict[str, Counter] = field(init=False, default_factory=dict)  # by outcome
 
     @classmethod
-    def of(cls, families: Mapping[str, HistogramFamily], model: str) -> _OfModel:
+    def of(
+        cls,
+        families: Mapping[str, HistogramFamily],
+        model: str,
+        totals: Sequence[tuple[Counter, Callable[[Outcome], float]]],
+    ) -> _OfModel:
         stages = families[declared.STAGES.name]
         return cls(
-            [(f"{stage}_seconds", stages.of(model, stage)) for stage in _STAGES],
+            totals,
+            [stages.of(model, stage) for stage in _STAGES],
             *(families[one.name].of(model) for one in _HISTOGRAMS),
         )

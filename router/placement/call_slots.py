@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from cluster.fair_queue import FairQueue, Waiting
 from router.placement.types import PriorityClass
@@ -26,19 +24,9 @@ class CallSlots:
         # By rank. A wait that has ended is removed at once: a low class may get no turn for hours.
         self._waiting = [FairQueue() for _ in _RANKS]
 
-    @asynccontextmanager
-    async def slot(
-        self, priority_class: PriorityClass, tenant: str = "", weight: float = 1.0
-    ) -> AsyncIterator[bool]:
-        """Whether there is one; False after WAIT_SECONDS."""
-        taken = await self._take(_RANKS[priority_class], tenant, weight)
-        try:
-            yield taken
-        finally:
-            if taken:
-                self._give()
-
-    async def _take(self, rank: int, tenant: str, weight: float) -> bool:
+    async def take(self, priority_class: PriorityClass, tenant: str = "", weight: float = 1.0) -> bool:
+        """Whether there is one, to be given back by `give`; False after WAIT_SECONDS."""
+        rank = _RANKS[priority_class]
         if self._free:
             self._free -= 1
             return True
@@ -54,7 +42,7 @@ class CallSlots:
             return self._got(granted)
         except BaseException:
             if self._got(granted):
-                self._give()
+                self.give()
             raise
         finally:
             self._waiting[rank].remove(waiting)
@@ -65,7 +53,8 @@ class CallSlots:
         """Granted in the turn in which the wait ended otherwise."""
         return granted.done() and not granted.cancelled()
 
-    def _give(self) -> None:
+    def give(self) -> None:
+        """Give a slot that was taken to the next who waits."""
         for queue in self._waiting:
             while queue:
                 granted = queue.pop().turn

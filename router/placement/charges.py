@@ -54,7 +54,7 @@ class Charges:
     def __init__(self) -> None:
         self._charges: dict[bytes, AttemptCharge] = {}
         # Tokens by worker_id@epoch, of both kinds; none that has no load.
-        self.by_worker: Counter[str] = Counter()
+        self.by_worker: dict[str, int] = {}
         # Changes that Redis has not confirmed, in the order in which they were made
         self._added: dict[bytes, None] = {}
         self._prefilled: dict[bytes, None] = {}
@@ -161,9 +161,10 @@ class Charges:
         self._count(charge.decode, -charge.decode_tokens)
 
     def _count(self, name: str, tokens: int) -> None:
-        self.by_worker[name] += tokens
-        if not self.by_worker[name]:
-            del self.by_worker[name]
+        if total := self.by_worker.get(name, 0) + tokens:
+            self.by_worker[name] = total
+        else:
+            self.by_worker.pop(name, None)
 
     def total(self) -> dict[str, float]:
         """Tokens of attempts that have not ended, by stage."""

@@ -21,6 +21,7 @@ from cluster.membership.scripts import SETS
 from cluster.membership.topology import LEVELS
 from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, ROUTER_LEASE_SECONDS
 from cluster.redis.memory import RedisMemory
+from cluster.telemetry.histogram import Histogram
 from cluster.telemetry.metrics import router as metrics
 from router.placement.calibration import Calibrations
 from router.placement.candidates import Candidates, Heads
@@ -206,8 +207,7 @@ class PlaceScript:
         if refused:
             return Unplaced(refused)
         decision = Decision.unpack(answer)
-        for name, value in decision.terms.items():
-            self.cost_terms[name].observe(value)
+        Histogram.observe_each(zip(self.cost_terms.values(), decision.terms.values(), strict=True))
         return decision
 
     def _failed(self, error: Exception) -> None:

@@ -102,12 +102,15 @@ class Placement:
         that is needed has no worker, OverloadedError when the first token would come too late: nothing was charged."""
         self._check_roles(request)
         self.calls += 1
+        may_ask = await self._slots.take(request.priority_class, request.tenant, request.weight)
         try:
-            async with self._slots.slot(request.priority_class, request.tenant, request.weight) as may_ask:
-                placed = await self._place(request, ask=may_ask)
+            placed = await self._place(request, ask=may_ask)
         except OverloadedError:
             self.refused["too_late"] += 1
             raise
+        finally:
+            if may_ask:
+                self._slots.give()
         where = "prefill_worker" if placed.prefill is not None else "decode_worker"
         self.decided[where, "redis" if placed.from_redis else "router"] += 1
         if request.explain:

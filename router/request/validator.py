@@ -23,8 +23,6 @@ MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
 # Of a message: a token id in a packed list, prompt and resumed ones; and everything that is neither text nor token ids.
 TOKEN_ID_BYTES = 2 * 5
 OTHER_BYTES = 1 << 20
-# Options that workers get as they are, or their default
-_PLAIN = [name for name in DEFAULTS if name != "top_k"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Validator:
         self._config = config
         self._text = text
         self.limits = FieldLimits.of(config, text, adapters)
-        self._defaults = self._read_defaults(text.generation)
+        defaults = self._read_defaults(text.generation)
+        self._defaults = {name: getattr(defaults, name) for name in DEFAULTS}
 
     def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
         """Raises ModelError if they are wrong: later the error would blame a client's request."""
@@ -246,8 +245,7 @@ class Validator:
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._tokens("logit_bias", options.logit_bias)
         return common_pb2.SamplingParams(
-            **{name: self._value(options, name) for name in _PLAIN},
-            top_k=max(0, self._value(options, "top_k")),  # 0 and less = all, as vLLM has it
+            **self._plain(options),
             seed=seed % 2**64,
             max_tokens=max_tokens,
             min_tokens=self._whole_number("min_tokens", options.min_tokens, 0, 0, max_tokens),
@@ -260,9 +258,14 @@ class Validator:
             prompt_top_logprobs=top,
         )
 
-    def _value(self, options: GenerationOptions, name: str) -> Any:
-        value = getattr(options, name) if name in options.model_fields_set else None
-        return getattr(self._defaults, name) if value is None else value
+    def _plain(self, options: GenerationOptions) -> dict[str, Any]:
+        """The options that workers get as they are, or their defaults."""
+        values = self._defaults.copy()
+        for name in options.model_fields_set & values.keys():
+            if (given := getattr(options, name)) is not None:
+                values[name] = given
+        values["top_k"] = max(0, values["top_k"])  # 0 and less = all, as vLLM has it
+        return values
 
     def _max_tokens(self, options: GenerationOptions, prompt: int, entries: int) -> int:
         """`entries`: what one token of each choice adds to the answer. A prompt that is shown is part of

@@ -23,7 +23,8 @@ from router.text.cuts import Cuts, find_cuts
 
 # Of an entry, beside its text and tokens: key, references, and its part of the table
 _ENTRY_BYTES = 250
-# Pieces of one call: with the tokenizer's own threads, a longer call would keep other calls waiting for these.
+# Pieces of one call: with the tokenizer's own threads, a longer call would keep other calls waiting for these, and of one
+# look-up, which holds the cache's lock.
 _BATCH = 128
 
 
@@ -38,15 +39,20 @@ class PieceCache:
         self.hit_characters = 0
         self.missed_characters = 0
 
-    def get(self, scope: str, text: str) -> array[int] | None:
-        key = scope, text
+    def get_all(self, scope: str, texts: Sequence[str]) -> list[array[int] | None]:
+        """The tokens of each text; None for one that is not kept."""
+        entries = self._entries
+        found: list[array[int] | None] = []
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                self.missed_characters += len(text)
-            else:
-                self._entries.move_to_end(key)
-                self.hit_characters += len(text)
+            for text in texts:
+                key = scope, text
+                ids = entries.get(key)
+                if ids is None:
+                    self.missed_characters += len(text)
+                else:
+                    entries.move_to_end(key)
+                    self.hit_characters += len(text)
+                found.append(ids)
         return found
 
     def put(self, scope: str, text: str, ids: array[int]) -> None:
@@ -93,9 +99,10 @@ class PieceTokenizer:
 
     def look_up(self, scope: str, text: str) -> Found:
         pieces = self._cuts.split(text)
-        tokens = [self.cache.get(scope, piece) for piece in pieces]
-        missing = (len(piece) for piece, ids in zip(pieces, tokens, strict=True) if ids is None)
-        return Found(scope, pieces, tokens, sum(missing))
+        batches = [pieces[begin : begin + _BATCH] for begin in range(0, len(pieces), _BATCH)]
+        tokens = [ids for batch in batches for ids in self.cache.get_all(scope, batch)]
+        missing = [piece for piece, ids in zip(pieces, tokens, strict=True) if ids is None]
+        return Found(scope, pieces, tokens, sum(map(len, missing)))
 
     def complete(self, found: Found, special: bool) -> list[int]:
         """The prompt's tokens; `special`: with those around a text. What was missing is cached."""

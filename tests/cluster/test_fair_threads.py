@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,22 @@ async def test_a_call_that_is_cancelled_when_a_thread_becomes_free_takes_none(
     async with asyncio.timeout(20):
         assert await asyncio.gather(first, *waiting) == ["first", *("waiting" for _ in others)]
         assert await threads.run("c", gate.call, "last") == "last"
+
+
+async def test_a_call_wakes_the_loop_once(threads: FairThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its result, and for the next turn."""
+    loop = asyncio.get_running_loop()
+    woken: list[tuple[Any, ...]] = []
+    wake = loop.call_soon_threadsafe
+
+    def counted(*arguments: Any) -> Any:
+        woken.append(arguments)
+        return wake(*arguments)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    calls = [asyncio.create_task(threads.run(name, str, name)) for name in "abc"]
+    assert await asyncio.gather(*calls) == ["a", "b", "c"]
+    assert len(woken) == 3
 
 
 async def test_an_error_gives_the_thread_back(threads: FairThreads) -> None:

@@ -19,7 +19,8 @@ CONTEXT = 64
 
 
 class Gateway(SimpleNamespace):
-    encode, converse, preparing = RequestGateway.encode, RequestGateway.converse, RequestGateway.preparing
+    encode, converse = RequestGateway.encode, RequestGateway.converse
+    preparing, _preparing = RequestGateway.preparing, RequestGateway._preparing
     model, models, further = RequestGateway.model, RequestGateway.models, RequestGateway.further
     check_message, check_ticket = RequestGateway.check_message, RequestGateway.check_ticket
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope

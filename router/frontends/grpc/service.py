@@ -77,7 +77,7 @@ class InferenceService:
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as place:
+        with await self._admitted(caller, context) as place:
             raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
@@ -95,7 +95,7 @@ class InferenceService:
     async def Embed(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Vectors of the inputs. Each takes a place, a turn, and counts as a request."""
         caller, gateway = caller_of(self._gateway, context), self._gateway
-        async with self._admitted(caller, context) as place:
+        with await self._admitted(caller, context) as place:
             raw = await read_message(context, gateway.config, place.body)
             arrival = Arrival(lambda name: _values(context, name))
             await self._turn_to_parse(caller, place, raw, pb.EmbedRequest())
@@ -118,16 +118,13 @@ class InferenceService:
                 place.body.hold_answer(len(answer), place.model)
                 await self._answer(answer, context)
 
-    @contextlib.asynccontextmanager
-    async def _admitted(self, caller: Caller, context: Context) -> AsyncGenerator[Place, None]:
+    async def _admitted(self, caller: Caller, context: Context) -> Place:
         """Admission.admit. What is refused takes a step of low priority: its client may ask again at once."""
-        with contextlib.ExitStack() as held:
-            try:
-                place = held.enter_context(self._gateway.admission.admit(caller, context.peer()))
-            except OverloadedError:
-                await self._gateway.low_priority.refuse(caller.tenant)
-                raise
-            yield place
+        try:
+            return self._gateway.admission.admit(caller, context.peer())
+        except OverloadedError:
+            await self._gateway.low_priority.refuse(caller.tenant)
+            raise
 
     async def _turn_to_parse(self, caller: Caller, place: Place, raw: bytes, message: Message) -> None:
         """Wait for the turn of a request whose bytes are there. `message`: an empty one of its kind.
@@ -181,7 +178,7 @@ class InferenceService:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
         and counts as a request."""
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as place:
+        with await self._admitted(caller, context) as place:
             raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
             await self._turn_to_parse(caller, place, raw, pb.TokenizeRequest())
@@ -205,7 +202,7 @@ class InferenceService:
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as place:
+        with await self._admitted(caller, context) as place:
             await read_message(context, self._gateway.config, place.body)
             await self._gateway.low_priority.step(caller.tenant)
             models = [

@@ -3,7 +3,7 @@
 The protocol keeps uvicorn's cycle for it, so deadlines, pipelining, keep-alive and shutdown are those of every request.
 
     send                                 an answer of known length
-    begin → write → write … → end        a stream; what is long is written as its client reads
+    begin → write → write … → end        a stream, begun with its first piece; what is long is written as its client reads
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Exchange(Request):
         then closes the connection."""
         await self.sent()
         if not self._cycle.disconnected and not self.begun:
-            self._head(response.status_code, response.raw_headers)
+            self._transport.write(self._head(response.status_code, response.raw_headers))
             parts = response.slices() if isinstance(response, LongResponse) else sliced(bytes(response.body))
             await self._complete(parts)
 
@@ -94,10 +94,17 @@ class Exchange(Request):
         if self._flow.write_paused:
             await self._flow.drain()
 
-    def begin(self, headers: RawHeaders) -> None:
-        if not self._cycle.disconnected:
-            framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
-            self._head(200, (*headers, *framing))
+    def begin(self, headers: RawHeaders, piece: Written = b"") -> None:
+        """With the first piece of the stream, if there is one yet: a short one leaves with the head, in one write."""
+        if self._cycle.disconnected:
+            return
+        framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
+        head = self._head(200, (*headers, *framing))
+        if isinstance(piece, bytes) and len(piece) <= SLICE_BYTES:
+            self._transport.write(b"".join((head, self._framed(piece))) if piece else head)
+        else:
+            self._transport.write(head)
+            self.write(piece)
 
     def write(self, piece: Written) -> None:
         if self._cycle.disconnected:
@@ -160,7 +167,8 @@ class Exchange(Request):
     def _framed(self, piece: bytes | memoryview) -> bytes | memoryview:
         return b"".join((b"%x\r\n" % len(piece), piece, b"\r\n")) if self._chunked else piece
 
-    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """To be written at once: the answer has begun."""
         cycle = self._cycle
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         lines = [STATUS_LINE[status]]
@@ -172,7 +180,7 @@ class Exchange(Request):
             else:
                 lines += (name, b": ", value, b"\r\n")
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
-        cycle.transport.write(b"".join(lines))
+        return b"".join(lines)
 
     async def _complete(self, slices: Iterable[bytes | memoryview]) -> None:
         """Write the end of the answer as its client reads it: the transport holds few slices."""

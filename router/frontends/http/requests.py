@@ -163,10 +163,11 @@ class HttpRequest(NeutralFields):
 
     @property
     def asked_grammar(self) -> RequestedGrammar | None:
+        sent = self.model_fields_set
         given = [
             RequestedGrammar(name, spec)
             for name in GRAMMAR_FIELDS
-            if (spec := getattr(self, name)) is not None
+            if name in sent and (spec := getattr(self, name)) is not None
         ]
         if len(given) > 1:
             raise refuse(given[1].field, f"not with {given[0].field}: an answer has one grammar")

@@ -6,7 +6,7 @@ An endpoint is a Reader: it reads a body and says with which Form its answer is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,7 +124,8 @@ class Serving:
             place.body.check_room(repeated, place.model)
             self.gateway.admit_further(held, place, caller, connection, prompts)
 
-        async with self.admitted(request) as (held, place):
+        with contextlib.ExitStack() as held:
+            place = await self.admit(held, request)
             # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.
             answer = await self._answer(request, read, place, admit)
             await (request.sent() if answer is None else self.deliver(request, answer, place))
@@ -157,21 +158,19 @@ class Serving:
         await request.send(answer)
         await request.sent()
 
-    @contextlib.asynccontextmanager
-    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, Place]]:
-        """A request's place, until its answer has been sent. Raises DrainingError, OverloadedError."""
+    async def admit(self, held: contextlib.ExitStack, request: Exchange) -> Place:
+        """A request's place, until `held` closes: once its answer has been sent. Raises DrainingError, OverloadedError."""
         caller = caller_of(request)
-        with contextlib.ExitStack() as held:
-            try:
-                place = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
-                held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
-            except DrainingError:
-                await discard_body(request, self.gateway.low_priority, caller.tenant)
-                raise
-            except OverloadedError:
-                await self.gateway.low_priority.refuse(caller.tenant)
-                raise
-            yield held, place
+        try:
+            place = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
+        except DrainingError:
+            await discard_body(request, self.gateway.low_priority, caller.tenant)
+            raise
+        except OverloadedError:
+            await self.gateway.low_priority.refuse(caller.tenant)
+            raise
+        held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
+        return place
 
     async def _read(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
@@ -234,10 +233,11 @@ async def _stream(
     events = parsed.form.streamed(sum(one.choices for one in dispatchers))
 
     def write(deltas: Sequence[Delta]) -> None:
+        frames = events.of(deltas)
         if not request.begun:
             shown_id = (b"x-request-id", _shown_id(request, parsed).encode("latin-1"))
-            request.begin((shown_id, *_STREAM_HEADERS))
-        if frames := events.of(deltas):
+            request.begin((shown_id, *_STREAM_HEADERS), frames)
+        elif frames:
             request.write(frames)
         if kept := events.kept:
             held.grow_to(parsed.echo_bytes + kept)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,7 +19,16 @@ from router.text.tokenizer import ModelText
 from wire import inference_pb2
 
 Text = str | orjson.Fragment
-_TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+
+
+def _timings_for(*, admin: bool) -> tuple[list[str], Callable[[inference_pb2.Timings], tuple[Any, ...]]]:
+    """The timings that a client may see: their names, and what reads their values."""
+    names = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+    names = [name for name in names if admin or name not in ADMIN_TIMINGS]
+    return names, attrgetter(*names)
+
+
+_TIMINGS = {admin: _timings_for(admin=admin) for admin in (False, True)}
 
 
 def usage(outcomes: Sequence[Outcome], *, parsed: bool = False) -> dict[str, Any]:
@@ -59,10 +69,8 @@ class UsageSoFar:
 
 def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
     """The `baton` object: timings (seconds), bytes shipped, transport; for admins also queues and workers."""
-    timings = outcome.timings
-    shown: dict[str, Any] = {
-        name: getattr(timings, name) for name in _TIMINGS if admin or name not in ADMIN_TIMINGS
-    }
+    names, values_of = _TIMINGS[admin]
+    shown: dict[str, Any] = dict(zip(names, values_of(outcome.timings), strict=True))
     if outcome.explanation:
         shown["explanation"] = outcome.explanation
     return shown

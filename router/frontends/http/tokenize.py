@@ -6,6 +6,7 @@ tenant's quota.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
@@ -82,7 +83,8 @@ class Tokenizing:
     async def answer(self, request: Exchange, answer: Answer) -> None:
         """Returns once the client has read the answer, as Serving.serve. Raises BatonError before it has begun."""
         gateway, caller = self._gateway, caller_of(request)
-        async with self._serving.admitted(request) as (_, place):
+        with contextlib.ExitStack() as held:
+            place = await self._serving.admit(held, request)
             body = await read_json(
                 request,
                 gateway.config,

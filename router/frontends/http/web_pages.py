@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from cluster.addresses import is_loopback
@@ -22,6 +23,7 @@ LOCAL_ZONES = ("localhost", "internal", "local", "lan", "home.arpa")
 # schemes are those of installed programs: extensions, desktop applications.
 PAGE_SCHEMES = frozenset({"http", "https", "null", "file", "ipfs", "ipns"})
 _LOCAL_ENDS = tuple(f".{zone}" for zone in LOCAL_ZONES)
+MAX_LOCAL_ADDRESSES = 64  # of this machine, kept
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
@@ -33,12 +35,14 @@ class WebPages:
         self._origins = frozenset(cors_origins)
         self._names = {_name(urlsplit(origin).netloc) for origin in cors_origins}
         self._names.add(socket.gethostname().lower())
+        # Reading an address costs more than the rest of a check.
+        self._is_loopback = lru_cache(MAX_LOCAL_ADDRESSES)(is_loopback)
 
     def check(self, method: str, headers: RawHeaders, local_address: str) -> None:
         """Raises ForbiddenError. OPTIONS changes and shows nothing. `local_address`: this end of the connection."""
         if self._any or method == "OPTIONS":
             return
-        only_local = is_loopback(local_address)
+        only_local = self._is_loopback(local_address)
         host = origin = ""
         for name, value in headers:
             if name == b"host":

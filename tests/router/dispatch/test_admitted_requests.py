@@ -173,3 +173,10 @@ async def test_a_request_has_its_own_models_text_workers_and_ticket(services: Se
             RequestDispatcher(completion(other, (7,)), services)
     finally:
         services.text = first_text
+
+
+async def test_a_request_is_named_where_a_quota_or_a_ticket_needs_it(services: Services) -> None:
+    """The name is a hash of the whole prompt."""
+    assert services.identify(completion()).name is None
+    one = RequestDispatcher(completion(), services)
+    assert one._name == services.identify(completion(one.resume_ticket(), (7,))).name

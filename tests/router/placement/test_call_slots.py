@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,16 @@ from router.placement import call_slots
 from router.placement.call_slots import CallSlots
 from router.placement.types import PriorityClass
 from tests.harness.waiting import turns
+
+
+@asynccontextmanager
+async def slot(slots: CallSlots, *of: Any) -> AsyncIterator[bool]:
+    taken = await slots.take(*of)
+    try:
+        yield taken
+    finally:
+        if taken:
+            slots.give()
 
 
 class Held:
@@ -23,7 +35,7 @@ class Held:
         self.leave = asyncio.Event()
 
     async def hold(self, name: str, priority_class: PriorityClass) -> bool:
-        async with self.slots.slot(priority_class) as taken:
+        async with slot(self.slots, priority_class) as taken:
             self.now += taken
             self.most = max(self.most, self.now)
             self.order.append(name)
@@ -85,7 +97,7 @@ async def test_a_wait_ends_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> No
     held = Held(slots)
     holder = asyncio.create_task(held.hold("holder", "normal"))
     await turns()
-    async with slots.slot("high") as taken:
+    async with slot(slots, "high") as taken:
         assert not taken
     held.leave.set()
     assert await holder
@@ -121,7 +133,7 @@ async def test_a_tenants_placements_delay_anothers_by_one_each() -> None:
     order: list[str] = []
 
     async def place(tenant: str, priority_class: PriorityClass = "normal", weight: float = 1.0) -> None:
-        async with slots.slot(priority_class, tenant, weight) as taken:
+        async with slot(slots, priority_class, tenant, weight) as taken:
             assert taken
             order.append(tenant)
             await asyncio.sleep(0)

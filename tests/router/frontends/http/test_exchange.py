@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -234,6 +236,25 @@ async def test_a_stream_whose_pieces_cannot_be_made_ends_its_connection(served: 
     served.answer = stream
     async with served.connection() as (reader, _):
         assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_a_short_first_piece_leaves_with_the_head(served: Served) -> None:
+    """Each write is a system call, and wakes the client."""
+    writes: list[bytes] = []
+
+    async def stream(exchange: Exchange) -> None:
+        transport = exchange._transport
+        exchange._transport = cast(Any, SimpleNamespace(write=writes.append))
+        exchange.begin((), b"first")
+        exchange._transport = transport
+        transport.write(b"".join(writes))
+        await exchange.end(b"the end")
+
+    served.answer = stream
+    async with served.connection() as (reader, _):
+        came = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10)
+    assert len(writes) == 1
+    assert came.endswith(b"\r\n\r\n5\r\nfirst\r\n7\r\nthe end\r\n0\r\n\r\n")
 
 
 async def test_what_happens_later_is_not_told_to_a_request_that_was_answered(served: Served) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ForbiddenError
+from router.frontends.http import web_pages
 from router.frontends.http.gate import Gate
 from router.frontends.http.web_pages import WebPages
 
@@ -120,3 +121,19 @@ def test_origins(origin: str, host: str, is_refused: bool, reached: str) -> None
     assert refused(pages, "OPTIONS", reached, host=host, origin=origin) is None
     assert refused(WebPages(("*",)), "POST", reached, host=host, origin=origin) is None
     assert refused(WebPages((origin,)), "POST", reached, host=host, origin=origin) is None
+
+
+def test_a_local_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def is_loopback(address: str) -> bool:
+        read.append(address)
+        return address == "127.0.0.1"
+
+    monkeypatch.setattr(web_pages, "is_loopback", is_loopback)
+    pages = WebPages(())
+    for _ in range(3):
+        pages.check("POST", [(b"host", b"example.com")], "10.0.0.1")
+        with pytest.raises(ForbiddenError):
+            pages.check("POST", [(b"host", b"example.com")], "127.0.0.1")
+    assert read == ["10.0.0.1", "127.0.0.1"]

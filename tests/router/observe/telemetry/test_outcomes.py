@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import DeadlineError, UnavailableError
+from cluster.telemetry.metrics import router
 from router.dispatch.request_stats import RequestStats
 from router.observe.requests import RouterMetrics
 from router.request.completion import Outcome
@@ -74,3 +75,21 @@ def test_errors_before_the_first_byte_are_counted_too() -> None:
         raise UnavailableError("no worker is there")
     assert metrics.requests.labels("m", "UnavailableError")._value.get() == 1
     assert one.told == ["UnavailableError"]
+
+
+def test_each_stage_has_its_own_seconds() -> None:
+    metrics, one = RouterMetrics(CollectorRegistry(), ["m"]), dispatcher(complete=True)
+    fields = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+    seconds: dict[str, Any] = {
+        name: float(number) for number, name in enumerate(fields, 1) if name.endswith("_seconds")
+    }
+    one.outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings(**seconds))
+    with metrics.request(one):
+        pass
+    del seconds["total_seconds"]
+    assert seconds == {
+        f"{sample.labels['stage']}_seconds": sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == f"{router.STAGES.name}_sum"
+    }
