@@ -53,7 +53,7 @@ class Stepping(StubWorkers):
             if self._stepped is None:
                 self._stepped = asyncio.get_running_loop().create_future()
             self._schedule()
-            await self._stepped
+            await asyncio.shield(self._stepped)  # all attached wait for it, and one of them may leave
             yield event
 
     def _schedule(self) -> None:
@@ -71,7 +71,8 @@ class Stepping(StubWorkers):
             one.next = next(one.tokens, None)
             if one.next is None:
                 del self._decoding[key]
-                one.done.set_result(None)
+                if not one.done.done():  # its request may have just been cancelled
+                    one.done.set_result(None)
         if self._decoding:
             self._schedule()
 

@@ -17,7 +17,7 @@ from router.frontends.http.exchange import Exchange
 from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import CompletionShape
 from router.link.token import PlainToken, Token
-from router.request.completion import Completion, Delta
+from router.request.completion import Completion, Delta, text_delta
 from tests.harness.calls import count_calls
 from wire import common_pb2
 
@@ -83,3 +83,9 @@ async def test_a_token_of_a_plain_stream_takes_few_calls() -> None:
     assert count_calls(lambda: come(second)) <= CALLS_OF_ROW * STREAMS
     assert count_calls(turn._make) <= CALLS_OF_TURN * STREAMS
     assert all(len(one.written) == 2 and b'"text":"7"' in one.written[1] for one in streams)
+
+
+def test_a_plain_delta_is_what_its_constructor_makes() -> None:
+    """Its fields are written out where they are made: a new one belongs there, too."""
+    token = PlainToken(0, PROMPT, 65)
+    assert text_delta(1, "A", token) == Delta(1, "A", (token,))

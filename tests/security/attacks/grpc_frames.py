@@ -46,6 +46,12 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
+SETTINGS = 4
+ACKNOWLEDGED = frame(
+    SETTINGS, 1, 0, b""
+)  # of the server's settings: a client that never does so is disconnected
+
+
 def unread_call(path: bytes, stream: int) -> bytes:
     """A gRPC call with an empty message."""
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
@@ -63,6 +69,6 @@ def unread_calls(path: bytes, calls: range) -> bytes:
 def unread(where: tuple[str, int], path: bytes, calls: int) -> socket.socket:
     """A connection with calls of which it takes no answer: its window is 0."""
     sock = socket.create_connection(where, timeout=10)
-    window = frame(4, 0, 0, bytes((0, 4, 0, 0, 0, 0)))
-    sock.sendall(GREETING[:24] + window + unread_calls(path, range(calls)))
+    window = frame(SETTINGS, 0, 0, bytes((0, 4, 0, 0, 0, 0)))
+    sock.sendall(GREETING[:24] + window + ACKNOWLEDGED + unread_calls(path, range(calls)))
     return sock

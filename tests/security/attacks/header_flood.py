@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.security.attacks.grpc_frames import GREETING, frame
+from tests.security.attacks.grpc_frames import GREETING, SETTINGS, frame
 
-HEADERS, SETTINGS, WINDOW_UPDATE, CONTINUATION = 1, 4, 8, 9
+HEADERS, WINDOW_UPDATE, CONTINUATION = 1, 8, 9
 PIECE = 16 << 10
 CALL = {b":method": b"POST", b":scheme": b"http", b":path": b"/a", b":authority": b"x", b"te": b"trailers"}
 
@@ -42,7 +42,6 @@ def literal(name: bytes, value: bytes) -> bytes:
 FIELDS = b"".join(literal(name, value) for name, value in CALL.items())
 HEAD = frame(HEADERS, 0, 1, FIELDS)  # it goes on
 ACCEPT_ENCODING = b"\x90"  # a field of HPACK's static table in one byte
-ACKNOWLEDGED = frame(SETTINGS, 1, 0, b"")
 # What each kind sends once, and again and again.
 KINDS = {
     "literals": (HEAD, frame(CONTINUATION, 0, 1, 2 * literal(b"k", b"v" * 8000))),

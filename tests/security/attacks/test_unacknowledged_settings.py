@@ -14,10 +14,9 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from router.grpc_endpoint import GrpcEndpoint
-from tests.security.attacks.grpc_frames import GREETING, frame
+from tests.security.attacks.grpc_frames import ACKNOWLEDGED, GREETING, frame
 from tests.security.attacks.header_flood import (
     ACCEPT_ENCODING,
-    ACKNOWLEDGED,
     FIELDS,
     HEAD,
     HEADERS,
