@@ -42,16 +42,23 @@ class FairThreads:
         self._check_open()  # a turn may come just before the end
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
+        held = True
+
+        def give_back() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._give_back()
 
         def ended(set_result: Callable[[Any], None], value: object) -> None:
             # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
-            self._give_back()
+            give_back()
             if not result.done():
                 set_result(value)
 
         def work() -> None:
             if result.cancelled():  # while it waited for its thread
-                call_on(loop, self._give_back)
+                call_on(loop, give_back)
                 return
             try:
                 value = function(*arguments)
@@ -63,7 +70,8 @@ class FairThreads:
         try:
             self._executor.submit(work)
         except RuntimeError:  # no further thread can be started now
-            self._give_back()
+            result.cancel()  # a thread that is there may take the call, and drops it
+            give_back()
             raise
         return await result
 

@@ -213,3 +213,26 @@ async def test_a_thread_that_cannot_be_started_costs_one_call(
             await threads.run("a", int)
     async with asyncio.timeout(20):
         assert await threads.run("a", int) == 0
+
+
+async def test_a_call_whose_thread_cannot_be_started_is_dropped_and_gives_one_turn_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The executor has queued the call by then: a thread that is there takes it. It gave the turn back once more."""
+    threads = FairThreads(2, "two")
+    ran: list[int] = []
+
+    def none_free(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    try:
+        assert await threads.run("a", int) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(threads._executor, "_adjust_thread_count", none_free)
+            with pytest.raises(RuntimeError):
+                await threads.run("a", ran.append, 1)
+        assert await threads.run("a", int) == 0  # behind it, on the same thread
+        await asyncio.sleep(0)
+        assert (ran, threads._free) == ([], 2)
+    finally:
+        threads.close()
