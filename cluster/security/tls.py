@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -39,8 +40,6 @@ _RECONNECT: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-# gRPC takes a proxy from the environment, for loopback addresses too.
-_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 Options = Sequence[tuple[str, Any]]
 
@@ -90,7 +89,7 @@ class Peers:
         return opened
 
     def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
-        options = (*options, _NO_PROXY)
+        options = (*options, *_without_proxy())
         if self.identity is None:
             return None, options
         pem = self.identity.current()
@@ -241,12 +240,18 @@ def router_channel_async(address: str, tls: ClientTls | None, options: Options) 
     return opened
 
 
+def _without_proxy() -> Options:
+    """gRPC takes the proxy of http_proxy or https_proxy for every address, also of loopback; `grpc_proxy` is meant for it
+    alone."""
+    return () if os.environ.get("grpc_proxy") else (("grpc.enable_http_proxy", 0),)  # noqa: SIM112 (its name in gRPC)
+
+
 def _to_router(
     address: str, tls: ClientTls | None, options: Options
 ) -> tuple[grpc.ChannelCredentials | None, Options]:
     host = address.rpartition(":")[0].rpartition("/")[2]  # of host:port and dns:///host:port
     if is_loopback(host):
-        options = (*options, _NO_PROXY)
+        options = (*options, *_without_proxy())
     return tls.credentials() if tls is not None else None, options
 
 

@@ -49,9 +49,9 @@ async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
 
 async def test_no_proxy_of_the_environment_comes_between_processes(monkeypatch):
     """Companies set one for the whole machine; it reaches no worker, and no router on this machine."""
-    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+    for name in ("https_proxy", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    for name in ("no_grpc_proxy", "no_proxy"):
+    for name in ("grpc_proxy", "no_grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     async with Worker(Peers()) as worker:
         address = worker.address
