@@ -27,6 +27,7 @@ def test_an_example_fits_its_card(example: Path, role: Role) -> None:
     check(text, role, card_of(text, role))
 
 
+@pytest.mark.timeout(400)  # CPUs without AVX-512 take 150 s for the longest
 @pytest.mark.parametrize(
     "limits",
     [
