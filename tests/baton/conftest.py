@@ -1,12 +1,18 @@
-"""Routers that answer clients as a test says."""
+"""Routers that answer clients as a test says, and the command line in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.cli.main import main
+from baton.local import children
+from baton.local.cluster import LocalCluster
 from tests.harness.stub_inference import StubRouter
+
+Said = Callable[..., str]
 
 
 @pytest.fixture
@@ -21,3 +27,26 @@ def other() -> Iterator[StubRouter]:
     stub = StubRouter()
     yield stub
     stub.stop()
+
+
+@pytest.fixture
+def said(monkeypatch, capsys) -> Said:
+    """Runs `baton` in this process, where it may start no other, and returns what it said at its end."""
+
+    def refuse(*arguments: object, **_: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(children, "start", refuse)
+    monkeypatch.setattr(LocalCluster, "start", refuse)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*arguments: str, code: int = 1) -> str:
+        monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        assert ended.value.code == code, output
+        assert "Traceback" not in output.err
+        return " ".join((output.out + output.err).split())
+
+    return run

@@ -7,55 +7,24 @@ import os
 import shlex
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from baton import __version__
-from baton.cli.main import main
 from baton.cli.up import ready_lines
 from baton.local import certs as local_certs
-from baton.local import children, memory, preflight
+from baton.local import memory, preflight
 from baton.local.certs import make_certs
-from baton.local.cluster import LocalCluster
 from baton.local.model_directory import check_directory
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
 from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.kubernetes.api import default_files
-from loadgen.reach import NotGrpc, why_not_grpc, why_not_http, why_unreachable
-
-Said = Callable[..., str]
-
-
-@pytest.fixture
-def said(monkeypatch, capsys) -> Said:
-    """Runs `baton` in this process, where it may start no other, and returns what it said at its end."""
-
-    def refuse(*arguments: object, **_: object) -> None:
-        raise AssertionError(f"a process was started: {arguments}")
-
-    monkeypatch.setattr(children, "start", refuse)
-    monkeypatch.setattr(LocalCluster, "start", refuse)
-    monkeypatch.setenv("COLUMNS", "1000")
-
-    def run(*arguments: str, code: int = 1) -> str:
-        monkeypatch.setattr(sys, "argv", ["baton", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output = capsys.readouterr()
-        assert ended.value.code == code, output
-        assert "Traceback" not in output.err
-        return " ".join((output.out + output.err).split())
-
-    return run
 
 
 @pytest.fixture
@@ -324,108 +293,6 @@ def test_weights_that_are_larger_than_the_memory(model, monkeypatch):
     preflight.check(both)
 
 
-def test_commands_without_a_cluster_name_the_way_to_one(said):
-    for command in (
-        ("chat", "--target"),
-        ("generate", "hello", "--target"),
-        ("status", "--url"),
-        ("top", "--once", "--url"),
-    ):
-        found = said(*command, "127.0.0.1:1")
-        assert "no router answers at" in found and "`baton up` starts a cluster on this machine" in found
-    found = said("load", "--target", "127.0.0.1:1", code=2)
-    assert "--target 127.0.0.1:1: nothing answers there (Connection refused)" in found
-
-
-@contextmanager
-def answering(reply: bytes, context: ssl.SSLContext | None = None) -> Iterator[str]:
-    """The address of a server that answers every connection's first bytes so, and closes it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with suppress(OSError), connection, ExitStack() as stack:
-                    if context is not None:
-                        connection = stack.enter_context(context.wrap_socket(connection, server_side=True))
-                    connection.recv(1000)
-                    connection.sendall(reply)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-SETTINGS_FRAME = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-
-
-def test_the_other_port_of_a_router_is_named_as_such(said):
-    with answering(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n") as http:
-        for command in (("chat",), ("generate", "hello")):
-            assert "this port serves HTTP: name a router's gRPC port" in said(*command, "--target", http)
-        assert "--protocol http loads an HTTP port" in said("load", "--target", http, code=2)
-        plain = NotGrpc("this port does not use TLS: leave --tls-ca out")
-        assert why_not_grpc(http, tls=ssl.create_default_context()) == plain
-        found = why_not_grpc(http, tls=None)
-        assert found is not None and found.is_http
-        assert not why_not_http(http)
-    with answering(SETTINGS_FRAME) as grpc:
-        assert "does not serve HTTP" in said("status", "--url", grpc)
-        found = said("load", "--protocol", "http", "--target", grpc, code=2)
-        assert "this port serves gRPC: name a router's HTTP port" in found
-        assert not why_not_grpc(grpc, tls=None)
-        assert why_not_grpc(grpc, tls=ssl.create_default_context()) == plain
-    assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
-    assert not why_not_grpc("unix:/run/router", tls=None) and not why_not_grpc("dns:///h:5", tls=None)
-
-
-def test_a_port_with_tls_is_named_as_such(said, tmp_path):
-    make_certs(tmp_path, [], 1)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
-    with answering(b"", context) as router:
-        assert "this port requires TLS: give its authority" in said("generate", "hi", "--target", router)
-        assert "this port requires TLS: write https://" in why_not_http(router)
-        found = said("status", "--url", f"https://{router}")
-        assert "its certificate is not signed by a trusted authority" in found
-        own, other = tmp_path / "ca.pem", tmp_path / "other" / "ca.pem"
-        make_certs(other.parent, [], 1)
-        assert not why_not_grpc(router, tls=ssl.create_default_context(cafile=own))
-        assert not why_not_http(f"https://{router}", tls=ssl.create_default_context(cafile=own))
-        for command in (("chat",), ("generate", "hi")):
-            found = said(*command, "--target", router, "--tls-ca", str(other))
-            assert f"--target {router}: its certificate is not signed by a trusted authority" in found
-            assert "give the authority by --tls-ca" in found and "OPENSSL" not in found.upper()
-        for target in ((router,), (f"https://{router}", "--protocol", "http")):
-            found = said("load", "--target", *target, "--tls-ca", str(other), code=2)
-            assert "its certificate is not signed by a trusted authority" in found
-    no_certificate = tmp_path / "keys.yaml"
-    no_certificate.write_text("- id: 1")
-    for file, reason in ((tmp_path / "none.pem", "No such file"), (no_certificate, "NO_CERTIFICATE")):
-        for command in (("generate", "hi"), ("status",)):
-            assert f"TLS files {file}: " in (text := said(*command, "--tls-ca", str(file))) and reason in text
-        text = said("load", "--target", "127.0.0.1:1", "--tls-ca", str(file), code=2)
-        assert f"--tls-ca {file} cannot be read: " in text and reason in text
-
-
-def test_a_load_without_tls_reads_no_certificates(said, monkeypatch):
-    def refuse(**_: object) -> None:
-        raise AssertionError("certificates were read")
-
-    monkeypatch.setattr(ssl, "create_default_context", refuse)
-    for target in (("127.0.0.1:1",), ("127.0.0.1:1", "--protocol", "http")):
-        assert "nothing answers there" in said("load", "--target", *target, code=2)
-    with pytest.raises(AssertionError, match="certificates were read"):
-        said("load", "--protocol", "http", "--target", "https://127.0.0.1:1", code=2)
-
-
 def test_keys_and_certificates_that_are_left_out(said, monkeypatch, tmp_path):
     def refuse() -> None:
         raise UnauthenticatedError("an API key is needed: Authorization: Bearer <key>", field="authorization")
@@ -462,25 +329,6 @@ def test_a_file_that_is_no_kubeconfig(text, said, monkeypatch, tmp_path):
 def test_an_empty_variable_is_as_none_for_the_kubeconfig(monkeypatch):
     monkeypatch.setenv("KUBECONFIG", "")
     assert default_files() == ["~/.kube/config"]
-
-
-def test_a_host_that_is_no_name(said):
-    assert "no router answers at a..b:5" in said("generate", "hello", "--target", "a..b:5")
-
-
-def test_addresses_that_are_not_written_as_host_and_port(said):
-    assert "--target : an address is written host:port" in said("generate", "hello", "--target", "")
-    assert "in brackets, before its port: [::1]:50051" in said("generate", "hello", "--target", "::1")
-
-
-def test_a_proxy_that_grpc_takes_is_not_gone_round(monkeypatch):
-    for name in ("grpc_proxy", "http_proxy", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
-    assert why_unreachable("router.invalid:50051") == ""
-    assert why_unreachable("127.0.0.1:1") and why_unreachable("http://127.0.0.1:1")
-    monkeypatch.setenv("no_proxy", "router.invalid")
-    assert why_unreachable("router.invalid:50051")
 
 
 def test_checks_of_a_start_do_without_torch():
