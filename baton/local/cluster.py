@@ -216,8 +216,8 @@ class LocalCluster:
         self._servers.add(self._start_embedded(), self._start_embedded)
 
     def _check_redis(self, url: str, advice: str, field: str) -> None:
-        """Raise SetupError if it does not answer, or cannot be used: workers could not register, and the start would wait
-        for them in vain."""
+        """Raise SetupError if it does not answer, or cannot be used: workers could not register, and the start would time
+        out."""
         url = with_hash_tag(url, self._namespace)
         if why := why_silent(url, advice) or ask_why_unusable(url):
             raise SetupError(why, field=field)

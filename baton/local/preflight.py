@@ -80,7 +80,8 @@ def _check_files(options: UpOptions) -> None:
 
 
 def _check_certificates(certs: Path, pairs: Sequence[Mapping[str, Path]]) -> None:
-    """Raise ConfigError for files that do not belong together or have expired: the start would wait in vain."""
+    """Raise ConfigError for files that do not belong together or have expired: routers and workers could not
+    connect."""
     for own in pairs:
         make_identity(own["tls_cert"], own["tls_key"], own["tls_ca"])
         for file in (own["tls_ca"], own["tls_cert"]):

@@ -26,7 +26,7 @@ from router.dispatch.prompt_stream import prompt_stream_of
 from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
-from router.dispatch.retry_policy import RetryPolicy
+from router.dispatch.retry_policy import Retry, RetryPolicy
 from router.dispatch.services import Identity, Services
 from router.link.token import Token
 from router.observe import traces
@@ -50,15 +50,6 @@ TRANSITIONS: dict[DispatchState, frozenset[DispatchState]] = {
     DispatchState.PLACING: frozenset({DispatchState.RUNNING, DispatchState.DONE}),
     DispatchState.RUNNING: frozenset({DispatchState.PLACING, DispatchState.DONE}),
 }
-
-
-class _Retry(Exception):
-    """This attempt is over, another one may follow."""
-
-    def __init__(self, reason: errors.BatonError, *, pause_seconds: float = 0.0):
-        super().__init__(str(reason))
-        self.reason = reason
-        self.pause_seconds = pause_seconds
 
 
 class RequestDispatcher:
@@ -189,7 +180,7 @@ class RequestDispatcher:
                 attempt = await self._place(choices, retry_policy.deadline)
                 machine.to(DispatchState.RUNNING)
                 await self._attempt(attempt, choices)
-            except _Retry as retry:
+            except Retry as retry:
                 if all(choice.finish is not None for choice in choices):  # its last tokens came meanwhile
                     machine.to(DispatchState.DONE)
                     return
@@ -244,7 +235,7 @@ class RequestDispatcher:
         return attempt
 
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
-        """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
+        """Returns when every choice has its end. Raises Retry, or the error that ends the request."""
         self.stats.attempts += 1
         try:
             self._services.faults.placed(attempt.transfer_id)
@@ -254,12 +245,12 @@ class RequestDispatcher:
                     if isinstance(event, Broken):
                         if isinstance(event.error, errors.UnreadableAnswerError):
                             raise event.error
-                        raise _Retry(event.error)
+                        raise Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
                     return
-        except _Retry as retry:
+        except Retry as retry:
             traces.failed(attempt.span, retry.reason)
             raise
         finally:
@@ -341,7 +332,7 @@ class RequestDispatcher:
             return
         if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             if event.source is Source.DECODE or ends_with_first_token(attempt.spec):
-                raise _Retry(errors.PeerLostError(f"the {event.source.value} worker ended early"))
+                raise Retry(errors.PeerLostError(f"the {event.source.value} worker ended early"))
             return
         reason = event.reason
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
@@ -351,15 +342,15 @@ class RequestDispatcher:
             refused = outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED  # by the decode worker
             worker = attempt.placed.decode if refused else attempt.worker_of(event.source)
             self._placer.excluded[worker.worker_id] = Reason.ADAPTER
-            raise _Retry(reason)
+            raise Retry(reason)
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
             self._placer.excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
-            raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
+            raise Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
             if isinstance(reason, errors.DrainingError):
                 self._placer.excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
-                raise _Retry(reason)
-            raise _Retry(
+                raise Retry(reason)
+            raise Retry(
                 errors.BlocksExhaustedError("the decode worker preempted the request for lack of KV blocks")
             )
         await self._after_worker_loss(event, attempt, reason)
@@ -375,7 +366,7 @@ class RequestDispatcher:
                     return  # go on reading from D
             except errors.BatonError as error:
                 self._placer.excluded[placed.decode.worker_id] = Reason.UNANSWERED
-                raise _Retry(error) from None
+                raise Retry(error) from None
             if event.end is None or isinstance(reason, errors.DrainingError):
                 self._placer.excluded[placed.prefill.worker_id] = ended_by(event)
             elif isinstance(reason, errors.HandoffError):
@@ -384,7 +375,7 @@ class RequestDispatcher:
                 self._services.pairs.failed(placed, reason)
         elif event.end is None or isinstance(reason, errors.DrainingError):
             self._placer.excluded[placed.decode.worker_id] = ended_by(event)
-        raise _Retry(reason)
+        raise Retry(reason)
 
     def _keep_report(self, source: Source, report: common_pb2.WorkReport, attempt: Attempt) -> None:
         placed, scored = attempt.placed, attempt.spec.sampling.prompt_logprobs

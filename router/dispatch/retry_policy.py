@@ -11,6 +11,15 @@ from cluster.protocol.times import RETRY_PAUSE_SECONDS
 FIRST_PAUSE_SECONDS = 0.02
 
 
+class Retry(Exception):
+    """This attempt is over, another one may follow."""
+
+    def __init__(self, reason: errors.BatonError, *, pause_seconds: float = 0.0):
+        super().__init__(str(reason))
+        self.reason = reason
+        self.pause_seconds = pause_seconds
+
+
 class RetryPolicy:
     """Two limits: `max_attempts` costly ones in a row that brought no token, and the admission deadline.
 

@@ -10,11 +10,11 @@ import pytest
 
 pytestmark = pytest.mark.system
 SCRIPT = """
-import time
+import signal
 from baton.cli import main
 def command():
     print("runs", flush=True)
-    time.sleep(60)
+    signal.pause()
 main.app = command
 main.main()
 """

@@ -19,7 +19,6 @@ from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
-from router.frontends.http.anthropic.errors import PATH as MESSAGES
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
 from router.frontends.http.anthropic.models import asks_as_anthropic, shown_list, shown_model
 from router.frontends.http.embeddings import Embeddings
@@ -308,7 +307,7 @@ def _guard(endpoint: Endpoint) -> Endpoint:
         except Exception as error:
             path = request.url.path
             of_models = path.startswith("/v1/models") and asks_as_anthropic(request)
-            return failure_response(error, MESSAGES if of_models else path)
+            return failure_response(error, path, as_anthropic=of_models)
 
     return guarded
 

@@ -63,9 +63,9 @@ def error_body(error: BatonError) -> dict[str, Any]:
     }
 
 
-def error_response(error: BatonError, path: str = "") -> Response:
-    """The answer to an error, in the form of the path's clients."""
-    if is_messages(path):
+def error_response(error: BatonError, path: str = "", *, as_anthropic: bool = False) -> Response:
+    """The answer to an error, in the form of the path's clients, or Anthropic's."""
+    if as_anthropic or is_messages(path):
         return messages_error_response(error, error_headers(error))
     return Response(
         orjson.dumps(error_body(error)),
@@ -96,9 +96,9 @@ def typed(error: Exception, path: str) -> BatonError:
     return InternalError("internal error")
 
 
-def failure_response(error: Exception, path: str) -> Response:
-    """The answer to any error."""
-    return error_response(typed(error, path), path)
+def failure_response(error: Exception, path: str, *, as_anthropic: bool = False) -> Response:
+    """The answer to any error, as `error_response`."""
+    return error_response(typed(error, path), path, as_anthropic=as_anthropic)
 
 
 def closing_answer(status: int, error: BatonError) -> bytes:

@@ -111,6 +111,7 @@ class Exchange(Request):
             return
         if isinstance(piece, bytes):
             if len(piece) <= SLICE_BYTES and not self._unwritten:
+                # `_framed` without its call: most tokens come here
                 self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
                 return
             piece = (piece,)

@@ -36,7 +36,7 @@ WIDTH, HEIGHT = 1360, 900
 PHONE_WIDTH = 390
 COLUMNS = 132
 ANSWER_SECONDS = 60.0
-# Each picture's coordinates are as wide as the card that holds it; it is drawn anew by the next look at the cluster.
+# Each chart is drawn at the width of its card, and again with the next update of the cluster view.
 DRAWN = """[...document.querySelectorAll('.chart svg, #topology > svg')].every(
     (picture) => picture.viewBox.baseVal.width === Math.max(200, picture.parentElement.clientWidth))"""
 FLAGS = ["--pool", "process", "--routers", "2", "--prefill", "2", "--decode", "3"]

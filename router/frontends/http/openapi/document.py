@@ -133,7 +133,6 @@ def _limits(gateway: RequestGateway) -> dict[str, float | int]:
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:
     keys = gateway.keys.on
-    model = {"name": "model", "in": "path", "required": True, "schema": text(minLength=1)}
     return {
         "/v1/chat/completions": {"post": _generate("chat", "ChatCompletion", keys)},
         "/v1/completions": {"post": _generate("completion", "Completion", keys)},
@@ -143,16 +142,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/v1/embeddings": {"post": _asked("embedding", ref("EmbeddingRequest"), ref("Embeddings"), keys)},
         "/tokenize": {"post": _tokenize(keys)},
         "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
-        "/v1/models": {
-            "get": _get(
-                "models", "The served models", either(ref("ModelList"), ref("MessageModelList")), keys
-            )
-            | {"parameters": [_VERSION]}
-        },
-        "/v1/models/{model}": {
-            "get": _get("model", "A model by name", either(ref("Model"), ref("MessageModel")), keys, 404)
-            | {"parameters": [model, _VERSION]}
-        },
+        **_models(keys),
         "/v1/cluster": {
             "get": _get("cluster", "Workers, load, placement (an admin's key)", ref("Cluster"), keys, 403)
         },
@@ -193,6 +183,14 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"))},
         "/ready": {"get": _ready()},
     }
+
+
+def _models(keys: bool) -> dict[str, Any]:
+    every, one = either(ref("ModelList"), ref("MessageModelList")), either(ref("Model"), ref("MessageModel"))
+    name = {"name": "model", "in": "path", "required": True, "schema": text(minLength=1)}
+    listed = _get("models", "The served models", every, keys) | {"parameters": [_VERSION]}
+    shown = _get("model", "A model by name", one, keys, 404) | {"parameters": [name, _VERSION]}
+    return {"/v1/models": {"get": listed}, "/v1/models/{model}": {"get": shown}}
 
 
 def _ready() -> dict[str, Any]:
