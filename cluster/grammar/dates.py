@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from cluster.grammar.schema_parts import children
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -24,6 +22,8 @@ def with_real_dates(schema: str) -> str:
     ValueError, or TypeError for more levels than orjson writes, which no text has that it wrote."""
     if '"format"' not in schema or not any(f'"{one}"' in schema for one in _PATTERNS):
         return schema
+    import orjson  # here: a machine that only runs models needs none
+
     read = orjson.loads(schema)
     waiting: list[Any] = [read]
     while waiting:
