@@ -39,7 +39,7 @@ def status(
     """Show workers, load, KV use, hit rate and hand-offs."""
     from baton.cli.status_table import show
 
-    show(url, as_json=as_json, api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key))
+    show(url, as_json=as_json, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
 
 
 def top(
@@ -57,7 +57,7 @@ def top(
     from baton.router_http import RouterHttp
     from baton.top import run
 
-    with RouterHttp(router, api_key, _tls(tls_ca, tls_cert, tls_key)) as connection:
+    with RouterHttp(router, api_key, client_tls(tls_ca, tls_cert, tls_key)) as connection:
         if once:
             run.once(connection, console)
         else:
@@ -82,7 +82,7 @@ def generate(
     """Continue one prompt, streaming the text."""
     from baton.client import Client, GenerateOptions
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     _check_reachable(target, tls)
     with Client(target.split(","), api_key=api_key, tls=tls) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
@@ -108,7 +108,7 @@ def chat(
     from baton.chat import converse
     from baton.client import Client
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     _check_reachable(target, tls)
     with Client(target.split(","), api_key=api_key, tls=tls) as client:
         converse(client, temperature=temperature, max_tokens=max_tokens)
@@ -130,5 +130,6 @@ def _check_reachable(targets: str, tls: ClientTls | None) -> None:
         )
 
 
-def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
+def client_tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
+    """What a command's TLS flags say; None: plain text."""
     return ClientTls(ca, cert, key) if ca or cert else None

@@ -23,8 +23,11 @@ FRAMES_A_TURN = 64  # at most, however small
 class Frames(Protocol):
     """The link above a connection."""
 
-    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
-        """Dispatch a frame. A large one is returned as an iterator, each step of which dispatches a piece."""
+    def take(
+        self, connection: Connection, frame: link_pb2.WorkerFrame, entries: int
+    ) -> Iterator[None] | None:
+        """Dispatch a frame of so many `entries`. A large one is returned as an iterator, each step of which dispatches a
+        piece."""
 
     def writable(self, connection: Connection) -> None:
         """The buffer of the transport is below its limit again."""
@@ -129,7 +132,7 @@ class Connection(asyncio.Protocol):
                 if not self._unread:
                     return
                 self._next = _parsed(self._unread.popleft())
-            entries = entries_of(self._next)
+            entries = _entries_of(self._next)
             if taken and taken + entries > ENTRIES_A_TURN:
                 return
             frame, self._next = self._next, None
@@ -137,7 +140,7 @@ class Connection(asyncio.Protocol):
                 self.welcomed.set_result(frame.welcome)
                 continue
             taken += entries
-            self._piece = self._link.take(self, frame)
+            self._piece = self._link.take(self, frame, entries)
             if self._piece is not None:
                 return
 
@@ -154,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._next = self._piece = None
 
 
-def entries_of(frame: link_pb2.WorkerFrame) -> int:
+def _entries_of(frame: link_pb2.WorkerFrame) -> int:
     """The number of entries by which the work of a turn is bounded."""
     about_tokens = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
     return about_tokens + len(frame.cancelled) + len(frame.states)
