@@ -9,6 +9,7 @@ import typer
 
 from baton.cli.output import console
 from cluster.errors import ConfigError, UnavailableError
+from cluster.protocol.priority import PRIORITIES
 from cluster.security.tls import ClientTls
 from loadgen.reach import why_not_grpc, why_unreachable
 
@@ -86,7 +87,7 @@ def generate(
     _check_reachable(target, tls)
     with Client(target.split(","), api_key=api_key, tls=tls) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
-        options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
+        options["priority"] = PRIORITIES[priority]
         if seed is not None:
             options["seed"] = seed
         stream = client.stream(prompt, **options)
