@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
                 if not self._unread:
                     return
                 self._next = _parsed(self._unread.popleft())
-            entries = _entries_of(self._next)
+            entries = entries_of(self._next)
             if taken and taken + entries > ENTRIES_A_TURN:
                 return
             frame, self._next = self._next, None
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._next = self._piece = None
 
 
-def _entries_of(frame: link_pb2.WorkerFrame) -> int:
+def entries_of(frame: link_pb2.WorkerFrame) -> int:
     """The number of entries by which the work of a turn is bounded."""
     about_tokens = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
     return about_tokens + len(frame.cancelled) + len(frame.states)
