@@ -89,7 +89,7 @@ def _drain(drainer: Drainer, workers: list[str], wait: float, then: Then) -> Non
 
 
 def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, ready_file: Path | None) -> None:
-    """Find the worker by its ready file, its name, or its host. Without Redis its process gets SIGTERM, which drains it."""
+    """Find the worker by its ready file, name, or host. Without Redis its process gets SIGTERM, which drains as well."""
     process = Process.read(ready_file) if ready_file is not None and ready_file.exists() else None
     if process is not None and process.role == "router":
         _terminate(process, wait)
