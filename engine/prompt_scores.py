@@ -26,9 +26,7 @@ class Scores:
     """Of consecutive tokens, each given those before it. Column 0 is the token itself, the others are the most probable
     tokens in order."""
 
-    ranks: npt.NDArray[
-        np.uint32
-    ]  # [tokens]: the token's place by log probability; 1 = no token is more probable
+    ranks: npt.NDArray[np.uint32]  # [tokens]: place by log probability; 1 = no token is more probable
     token_ids: npt.NDArray[np.uint32]  # [tokens, 1 + alternatives]
     logprobs: npt.NDArray[np.float32]  # [tokens, 1 + alternatives]
 

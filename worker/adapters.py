@@ -75,14 +75,12 @@ class AdapterChanges:
         self._unnamed: set[str] = set()  # digests whose slots are not given up yet
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
         self._announcing: asyncio.Task[None] | None = None  # the last registration
-        self._changing = (
-            asyncio.Lock()
-        )  # held while wanted, loaded or published change; not while files are read
+        # Held while wanted, loaded or published change; not while files are read
+        self._changing = asyncio.Lock()
         self._stopped = False
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
-        self._blocked: dict[
-            int, _Key
-        ] = {}  # by lane, the last one found so last: readings that were given up while blocked
+        # By lane, in the order in which they were found: readings that were given up while blocked
+        self._blocked: dict[int, _Key] = {}
         self.refusals: dict[str, Refusal] = {}  # by name, of those that could not be loaded
 
     @property
@@ -301,9 +299,7 @@ class AdapterChanges:
         while True:
             try:
                 digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
-            except (
-                UnavailableError
-            ):  # an earlier reading is still blocked there: the next one has another lane
+            except UnavailableError:  # an earlier reading still blocks the lane: the next one has another
                 self._blocked[lane] = self._blocked.pop(lane, ("", key[1]))
                 raise
             if digest is not None:

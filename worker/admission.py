@@ -25,15 +25,11 @@ from collections.abc import Callable
 
 from cluster.errors import DeadlineError
 from cluster.fair_queue import FairQueue, Waiting
+from cluster.protocol.priority import PriorityClass, class_of
 from engine.scheduler.aging import AGING_SECONDS
 
 AGED_TOGETHER = 16  # per admission, and class: hundreds at once would hold up the event loop
-CLASSES = ("high", "normal", "batch")
-
-
-def class_of(priority: int) -> str:
-    """One of CLASSES."""
-    return "high" if priority > 0 else "batch" if priority < 0 else "normal"
+CLASSES: tuple[PriorityClass, ...] = ("high", "normal", "batch")  # in the order of admission
 
 
 class Admission:
@@ -84,7 +80,7 @@ class Admission:
     async def enter(
         self, tokens: int, priority: int, timeout_seconds: float, tenant: str = "", weight: float = 1.0
     ) -> int:
-        """Wait for a turn. `priority`: above 0 is high, 0 normal, below 0 batch.
+        """Wait for a turn in the class of `priority` (cluster/protocol/priority.py).
 
         Returns the priority to compute it with: that of its class, a higher one after a long wait. Raises DeadlineError;
         then no tokens are inside for it.

@@ -12,7 +12,7 @@ MAX_PASSES = 64
 
 
 class CommandQueue:
-    """In order, those that may wait behind the others. After MAX_PASSES others one of them has its turn all the same.
+    """A queue in which commands put `behind` run only when no other one waits, or after MAX_PASSES others.
 
     Bounded by the requests that the worker admits: every command belongs to one. None = the thread is to end.
     """

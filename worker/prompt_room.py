@@ -8,8 +8,9 @@ room while they wait for their turn keep none of a higher class out.
 
 from __future__ import annotations
 
+from cluster.protocol.priority import class_of
 from wire import common_pb2
-from worker.admission import Admission, class_of
+from worker.admission import Admission
 from worker.attempt_log import AttemptLog
 
 MAX_UNREAD_BYTES = 64 << 20

@@ -27,10 +27,8 @@ class PromptTokens(dict[int, common_pb2.Token]):
     def get(self, position: int, default: common_pb2.Token | None = None) -> common_pb2.Token | None:  # type: ignore[override]
         if self._made is not None and self._made.position == position:
             return self._made
-        for (
-            first,
-            scores,
-        ) in self._packed:  # one for each step that computed a part of the prompt and is not read
+        # One for each step that computed a part of the prompt and is not read
+        for first, scores in self._packed:
             if first <= position < first + len(scores):
                 self._made = self._message(position, scores, position - first)
                 return self._made

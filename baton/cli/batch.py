@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.output import console, say
-from baton.cli.talk import ApiKey, TlsCa, TlsCert, TlsKey
-from cluster.security.tls import ClientTls
+from baton.cli.talk import ApiKey, TlsCa, TlsCert, TlsKey, client_tls
 
 if TYPE_CHECKING:
     from baton.batch.run import Tally
@@ -53,7 +52,7 @@ def batch(
     from baton.batch.run import run_batch
     from baton.batch.sending import Sending
 
-    tls = ClientTls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert else None
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     sending = Sending(tuple(url), api_key, tls, concurrency, timeout, retry_seconds)
     start = time.monotonic()
     with _Bar() as bar:

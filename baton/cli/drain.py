@@ -82,14 +82,14 @@ def _of_registry(config: Path | None) -> dict[str, Any]:
 
 
 def _drain(drainer: Drainer, workers: list[str], wait: float, then: Then) -> None:
-    drainer.tell(workers, then)
+    drainer.mark(workers, then)
     if wait > 0:
         with console.status("draining") as status:
             drainer.wait(workers, wait, then, lambda line: status.update(line or "draining"))
 
 
 def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, ready_file: Path | None) -> None:
-    """By its ready file, its name, or its host; without Redis the process is told directly: SIGTERM drains as well."""
+    """Find the worker by its ready file, name, or host. Without Redis its process gets SIGTERM, which drains as well."""
     process = Process.read(ready_file) if ready_file is not None and ready_file.exists() else None
     if process is not None and process.role == "router":
         _terminate(process, wait)
@@ -111,7 +111,7 @@ def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, rea
 
 def _terminate(process: Process, wait: float) -> None:
     say(
-        f"{process.id} (pid {process.pid}) is told to leave"
+        f"{process.id} (pid {process.pid}) gets SIGTERM and drains"
         if process.runs()
         else f"{process.id} has left already"
     )
@@ -171,11 +171,11 @@ class Drainer:
         host = socket.gethostname()
         return [one.worker_id for one in self.workers() if one.host == host and one.lease != "dead"]
 
-    def tell(self, worker_ids: Sequence[str], then: Then) -> None:
+    def mark(self, worker_ids: Sequence[str], then: Then) -> None:
         for worker_id in worker_ids:
             with self._redis():
                 new = request_drain(self._registry.redis_url, self._registry.namespace, worker_id, then)
-            self._say(f"{worker_id} is told to leave" if new else f"{worker_id} is leaving already")
+            self._say(f"{worker_id} will drain" if new else f"{worker_id} is draining already")
 
     def wait(self, worker_ids: Sequence[str], seconds: float, then: Then, progress: Progress) -> None:
         """Wait until all have left. Raises DeadlineError if some are still draining."""
@@ -205,7 +205,7 @@ class Drainer:
         if worker.lease == "dead":
             return "is dead: it ended without leaving,"
         if worker.state == "ready":
-            self.tell([worker.worker_id], then)
+            self.mark([worker.worker_id], then)
         return ""
 
     @contextmanager

@@ -101,11 +101,11 @@ app.add_typer(keys, name="keys", rich_help_panel="Security")
 def main() -> None:
     """Run a command. An error of ours, a missing extra or a full disk is one sentence on stderr and exit code 1."""
     _end_by_sigterm_in_a_container()
-    _show_what_can_be_shown()
+    _replace_unencodable()
     try:
         app()
     except BatonError as error:
-        _fail(error.message + _way(error) + (f" [{error.field}]" if error.field else ""))
+        _fail(error.message + _key_hint(error) + (f" [{error.field}]" if error.field else ""))
     except ModuleNotFoundError as error:
         if (extra := missing_extra(error.name)) is None:
             raise
@@ -125,8 +125,8 @@ def _end_by_sigterm_in_a_container() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
-def _way(error: BatonError) -> str:
-    """What a router's sentence on headers means for who types commands."""
+def _key_hint(error: BatonError) -> str:
+    """How to give an API key to a command: a router's message names HTTP headers only."""
     unnamed = isinstance(error, UnauthenticatedError) and "--api-key" not in error.message
     return "; give it by BATON_API_KEY or --api-key" if unnamed else ""
 
@@ -137,8 +137,8 @@ def missing_extra(module: str | None) -> str | None:
     return next((extra for extra, modules in _EXTRAS.items() if name in modules), None)
 
 
-def _show_what_can_be_shown() -> None:
-    """Print ? for what the terminal's encoding has not (tables and texts in the locale C), which would be an error."""
+def _replace_unencodable() -> None:
+    """Print ? for characters that the terminal's encoding lacks, in the locale C those of tables: an error otherwise."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

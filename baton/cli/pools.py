@@ -189,7 +189,7 @@ def remove(
     client = _client(dashboard)
     left = beside(_ask(dashboard, client.get_serve_details), {"applications": []}, without=name)
     _ask(dashboard, lambda: client.deploy_applications(left))
-    say(f"{name} at {dashboard} is told to leave")
+    say(f"{name} at {dashboard} is being removed")
 
 
 def beside(details: dict[str, Any], ours: dict[str, Any], without: str = "") -> dict[str, Any]:

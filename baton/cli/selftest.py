@@ -14,7 +14,7 @@ import httpx
 import typer
 
 from baton.cli.output import console, say
-from baton.cli.talk import ApiKey, Grpc, Http, TlsCa, TlsCert, TlsKey
+from baton.cli.talk import ApiKey, Grpc, Http, TlsCa, TlsCert, TlsKey, client_tls
 from baton.client import Client
 from baton.client.types import Completion
 from cluster.errors import BatonError, InternalError, UnavailableError
@@ -44,7 +44,7 @@ def _connect(
     tls_key: TlsKey = None,
 ) -> None:
     """Check a running cluster from outside, as helm test does."""
-    tls = ClientTls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert else None
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     context.obj = RouterEndpoints(url, tuple(target.split(",")), api_key, tls)
 
 

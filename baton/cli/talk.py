@@ -9,6 +9,7 @@ import typer
 
 from baton.cli.output import console
 from cluster.errors import ConfigError, UnavailableError
+from cluster.protocol.priority import PRIORITIES
 from cluster.security.tls import ClientTls
 from loadgen.reach import why_not_grpc, why_unreachable
 
@@ -39,7 +40,7 @@ def status(
     """Show workers, load, KV use, hit rate and hand-offs."""
     from baton.cli.status_table import show
 
-    show(url, as_json=as_json, api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key))
+    show(url, as_json=as_json, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
 
 
 def top(
@@ -57,7 +58,7 @@ def top(
     from baton.router_http import RouterHttp
     from baton.top import run
 
-    with RouterHttp(router, api_key, _tls(tls_ca, tls_cert, tls_key)) as connection:
+    with RouterHttp(router, api_key, client_tls(tls_ca, tls_cert, tls_key)) as connection:
         if once:
             run.once(connection, console)
         else:
@@ -82,11 +83,11 @@ def generate(
     """Continue one prompt, streaming the text."""
     from baton.client import Client, GenerateOptions
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     _check_reachable(target, tls)
     with Client(target.split(","), api_key=api_key, tls=tls) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
-        options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
+        options["priority"] = PRIORITIES[priority]
         if seed is not None:
             options["seed"] = seed
         stream = client.stream(prompt, **options)
@@ -108,7 +109,7 @@ def chat(
     from baton.chat import converse
     from baton.client import Client
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
+    tls = client_tls(tls_ca, tls_cert, tls_key)
     _check_reachable(target, tls)
     with Client(target.split(","), api_key=api_key, tls=tls) as client:
         converse(client, temperature=temperature, max_tokens=max_tokens)
@@ -130,5 +131,6 @@ def _check_reachable(targets: str, tls: ClientTls | None) -> None:
         )
 
 
-def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
+def client_tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
+    """What a command's TLS flags say; None: plain text."""
     return ClientTls(ca, cert, key) if ca or cert else None

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,7 +107,6 @@ def up(
 
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
-    stop = threading.Event()
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
             signal.signal(number, _interrupt)
@@ -123,7 +122,8 @@ def run(options: UpOptions) -> None:
         for line in ready_lines(state, options):
             _tell(line)
         try:
-            while not stop.wait(WATCH_SECONDS):
+            while True:
+                time.sleep(WATCH_SECONDS)
                 for line in cluster.watch():
                     _tell(line)
         finally:
@@ -159,7 +159,7 @@ def _curl_files(certs: Path, *, with_own: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _shown(text: str) -> Iterator[Callable[[str], None]]:
-    """A status line. Like `_tell`, it does without an output that takes nothing."""
+    """Show a status line. As in `_tell`, errors of the output are ignored."""
     status = console.status(text)
     with contextlib.suppress(OSError):
         status.start()

@@ -187,9 +187,8 @@ class Completion:
     timings: Timings
     explanation: str = ""
     reconnects: int = 0
-    prompt_logprobs: tuple[
-        TokenLogprob, ...
-    ] = ()  # of the prompt's tokens but for the first one, if asked for
+    # Of the prompt's tokens but for the first one, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:

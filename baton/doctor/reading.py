@@ -25,13 +25,8 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
     """Return an API client by the named kubeconfig, the default one, or the pod's service account. Raises ConfigError."""
     try:
         opened = open_api(kubeconfig, context, as_user=True)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # the library checks little
+    # The library checks little
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"no way to a cluster: the kubeconfig is not in kubectl's form: {' '.join(str(error).split())}",
             field="kubeconfig",

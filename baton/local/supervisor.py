@@ -1,7 +1,7 @@
-"""Restarts processes that have died, with growing pauses, until one has died too often in a row.
+"""Restarts processes that have exited, after growing pauses, until one has exited too often in a row.
 
-running ──exits──► waiting (0.2 s, 0.4 s, … 10 s) ──► running
-   └── lived shorter than 10 s, or never served, 8 times in a row ──► given up
+running ──exits──► waiting (cluster/process/restarts.py) ──► running
+   └── too many short lives in a row ──► given up
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.local.children import REAP_SECONDS, Child
 from cluster.errors import SetupError
-
-FIRST_PAUSE_SECONDS = 0.2
-MAX_PAUSE_SECONDS = 10.0
-SHORT_LIFE_SECONDS = 10.0
-MAX_SHORT_LIVES = 8
+from cluster.process.restarts import MAX_SHORT_LIVES, SHORT_LIFE_SECONDS, Restarts
 
 
 @dataclass
@@ -29,7 +25,7 @@ class SupervisedProcess:
     on_exit: Callable[[Child], None]
     served: Callable[[Child], bool]
     started: float
-    short_lives: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
     due: float | None = None  # time of the restart; None while it runs or after giving up
     given_up: bool = False
     # Exited children with processes left in their sessions
@@ -78,15 +74,14 @@ class Supervisor:
             entry.lingering.append(child)
         entry.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
-        short = now - entry.started < SHORT_LIFE_SECONDS or not entry.served(child)
-        entry.short_lives = entry.short_lives + 1 if short else 0
-        if entry.restart is None or entry.short_lives >= MAX_SHORT_LIVES:
+        if entry.restart is None:
             entry.given_up = True
-            if entry.restart is None:
-                return line
+            return line
+        pause = entry.restarts.pause_after(now - entry.started, served=entry.served(child))
+        if pause is None:
+            entry.given_up = True
             why = f"{MAX_SHORT_LIVES} exits in a row within {SHORT_LIFE_SECONDS:.0f} s or before it was ready"
             return f"{line}; given up: {why}; its log: {child.log}"
-        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, entry.short_lives - 1))
         entry.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"
 
@@ -102,9 +97,9 @@ class Supervisor:
         try:
             entry.child = entry.restart()
         except (SetupError, OSError) as error:  # a full disk or too many processes: may be temporary
-            entry.short_lives += 1
-            entry.given_up = entry.short_lives >= MAX_SHORT_LIVES
-            entry.due = None if entry.given_up else self._clock() + MAX_PAUSE_SECONDS
+            pause = entry.restarts.pause_after_failed_start()
+            entry.given_up = pause is None
+            entry.due = None if pause is None else self._clock() + pause
             return f"{entry.child.name} does not start: {error}"
         entry.due = None
         return f"{entry.child.name} started again"

@@ -70,7 +70,7 @@ def nothing(whose: object) -> None:
     return
 
 
-def nothing_said(kind: str, whose: object) -> None:
+def no_message_fault(kind: str, whose: object) -> None:
     """An unarmed message point."""
     return
 
@@ -82,7 +82,7 @@ class NoFaults:
         return nothing
 
     def messages(self) -> MessagePoint:
-        return nothing_said
+        return no_message_fault
 
 
 NO_FAULTS = NoFaults()

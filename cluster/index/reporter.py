@@ -65,8 +65,8 @@ class ChainReporter:
         self._backoff = SlotBackoff()
         self._all_chains = all_chains
         self._waiting: OrderedDict[bytes, Chain] = OrderedDict()
-        self._unsaid: deque[list[Chain]] = deque()  # batches not acknowledged; number of the first:
-        self._sequence = 1
+        self._unacknowledged: deque[list[Chain]] = deque()  # batches
+        self._sequence = 1  # number of the first of them
         self._wake = threading.Condition()
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
@@ -97,7 +97,7 @@ class ChainReporter:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + sum(len(batch) for batch in list(self._unsaid))
+        return len(self._waiting) + sum(len(batch) for batch in list(self._unacknowledged))
 
     def stop(self) -> None:
         with self._wake:
@@ -127,7 +127,7 @@ class ChainReporter:
             else:
                 self._answered(None)
                 # The rest of a resync is sent at once; ordinary reports wait to be batched.
-                self._pause(RETRY_SECONDS if not ready else 0.0 if self._unsaid else BATCH_SECONDS)
+                self._pause(RETRY_SECONDS if not ready else 0.0 if self._unacknowledged else BATCH_SECONDS)
 
     def _answered(self, error: redis.RedisError | None) -> None:
         if error is None and not self.index_up:
@@ -140,10 +140,10 @@ class ChainReporter:
 
     def _wait(self) -> bool:
         with self._wake:
-            if not (self._waiting or self._unsaid or self._stopping):
+            if not (self._waiting or self._unacknowledged or self._stopping):
                 self._wake.wait(RETRY_SECONDS)
             return self._registration.slot != 0 and (
-                bool(self._waiting or self._unsaid)
+                bool(self._waiting or self._unacknowledged)
                 or self._standing != self._registration.standing
                 or self._stale
                 or (self._claim is not None and self._claim.due)
@@ -174,7 +174,9 @@ class ChainReporter:
             return False
         self._stale = False
         chains = list(self._all_chains())
-        self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
+        self._unacknowledged = deque(
+            chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS)
+        )
         self._standing, self._sequence = standing, 1
         return True
 
@@ -193,17 +195,17 @@ class ChainReporter:
         After a lost answer the same batch is sent under the same number: the index would discard any other batch under
         that number as a repetition.
         """
-        if not self._unsaid:
+        if not self._unacknowledged:
             with self._wake:
                 count = min(BATCH_CHAINS, len(self._waiting))
                 batch = [self._waiting.popitem(last=False)[1] for _ in range(count)]
             if not batch:
                 return
-            self._unsaid.append(batch)
-        batch = self._unsaid[0]
+            self._unacknowledged.append(batch)
+        batch = self._unacknowledged[0]
         del batch[: self._send(batch)]
         if not batch:
-            self._unsaid.popleft()
+            self._unacknowledged.popleft()
 
     def _look_at_memory(self) -> RedisMemory:
         if time.monotonic() - self._looked > MEMORY_SECONDS:

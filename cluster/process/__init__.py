@@ -1,1 +1,1 @@
-"""This process: memory, huge pages, descriptors, the death of its parent."""
+"""This process: memory, huge pages, descriptors, the death of its parent; pauses before its children start again."""

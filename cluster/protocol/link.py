@@ -19,7 +19,6 @@ HELLO_SECONDS = 5.0  # from the connection to its first whole frame
 ATTACH_SECONDS = 10.0  # from the connection to AttachDone
 MAX_AGE_SECONDS = 3600.0  # of a link, ± AGE_SPREAD: certificates are checked again
 AGE_SPREAD = 0.1
-RENEW_SECONDS = 10.0  # of a link, after the certificate files of a side have changed
 MOVE_SECONDS = 60.0  # after GO_AWAY the older link is cut
 STATUS_SECONDS = 5.0  # a handle silent for this long is asked for
 # Pauses before attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.

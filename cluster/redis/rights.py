@@ -144,9 +144,7 @@ def _why_refused_at(url: str, rights: Rights) -> str | None:
     client = connect(url)
     try:
         return why_refused(client, rights)
-    except (
-        redis.exceptions.NoPermissionError
-    ) as error:  # while it connects: of the right to select a database
+    except redis.exceptions.NoPermissionError as error:  # at the connection: the right to select a database
         return f"Redis at {without_password(url)} refuses its user: {error}"
     finally:
         client.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-MAX_PENDING_CALLS = (
-    1 << 16
-)  # a waiting call takes kilobytes of memory, so a higher bound would not protect it
+MAX_PENDING_CALLS = 1 << 16  # a waiting call takes kilobytes: a higher bound would not protect the memory
 
 
 def pending_calls(always: int) -> list[tuple[str, int]]:

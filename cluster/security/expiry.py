@@ -29,7 +29,7 @@ def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:
 def _ends(pem: bytes, which: Callable[[Iterable[float]], float]) -> float:
     """The first or the last end (`which`: min or max) of these certificates, in seconds since 1970; infinite if
     `cryptography` refuses what OpenSSL has read."""
-    from cryptography import x509  # only with TLS: `make gpu-check` does without the package
+    from cryptography import x509  # here: `make gpu-check` does without the package
 
     try:
         return which(one.not_valid_after_utc.timestamp() for one in x509.load_pem_x509_certificates(pem))

@@ -15,12 +15,13 @@ import hmac
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from cluster.config.base import Frozen, no_flag
 from cluster.errors import ConfigError, UnauthenticatedError
+from cluster.protocol.priority import PriorityClass
 
 PREFIX = "baton"
 ID_BYTES = 8
@@ -28,7 +29,6 @@ SECRET_BYTES = 32
 MAX_KEY_CHARACTERS = 256
 MAX_MODELS = 1024  # of one key, adapters included
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
-PriorityClass = Literal["batch", "normal", "high"]
 
 
 @dataclass(frozen=True)

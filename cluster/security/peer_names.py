@@ -77,9 +77,7 @@ async def _check_name(context: Context, name: str) -> None:
 
 def _certificate_ends(context: Context) -> float:
     """When the caller's certificate expires, in seconds since 1970."""
-    from cryptography import (
-        x509,  # only where certificates are read: `make gpu-check` does without the package
-    )
+    from cryptography import x509  # here: `make gpu-check` does without the package
 
     (certificate,) = context.auth_context()["x509_pem_cert"]
     try:

@@ -40,6 +40,8 @@ _RECONNECT: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+# gRPC takes a proxy from the environment, for loopback addresses too.
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 Options = Sequence[tuple[str, Any]]
 
@@ -89,7 +91,9 @@ class Peers:
         return opened
 
     def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
-        options = (*options, *_without_proxy())
+        # `grpc_proxy` is meant for gRPC alone; http_proxy and https_proxy are set for whole machines
+        if not os.environ.get("grpc_proxy"):  # noqa: SIM112 (its name in gRPC)
+            options = (*options, _NO_PROXY)
         if self.identity is None:
             return None, options
         pem = self.identity.current()
@@ -136,7 +140,8 @@ class _ServerContext(ssl.SSLContext):
 
 
 class ListenerContext:
-    """The SSLContext of an HTTP server. `refresh` makes the next connections use changed files.
+    """The SSLContext of a listener: a router's HTTP port, or a worker's link port. `refresh` makes the next connections
+    use changed files.
 
     Each version of the files gets its own context, selected when a connection begins: files that do not load change
     nothing, and a removed authority is no longer trusted. A resumed session would bypass that. TLS 1.3 resumes none
@@ -148,9 +153,9 @@ class ListenerContext:
         self._identity = identity
         self._ask_clients = ask_clients
         self._version = identity.version
-        self._current = self._made()
+        self._current = self._make()
         self.context: ssl.SSLContext = self._current
-        self.context.sni_callback = self._lead
+        self.context.sni_callback = self._select
 
     def refresh(self) -> bool:
         """Whether the files have changed and the next connection uses them."""
@@ -159,12 +164,9 @@ class ListenerContext:
         if version == self._version:
             return False
         try:
-            self._current = self._made()
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # perhaps half of a further change: the next check reads the files again
-            log.warning("certificate of the HTTP port: %s; the previous one stays in use", error)
+            self._current = self._make()
+        except (OSError, ValueError) as error:  # half of a further change; the files are read again
+            log.warning("certificate of a listener: %s; the previous one stays in use", error)
             return False
         self._version = version
         return True
@@ -178,7 +180,7 @@ class ListenerContext:
         ends = ssl.cert_time_to_seconds(certificate["notAfter"]) if certificate else math.inf
         return lambda: time.time() < ends and authority == self._current.authority
 
-    def _made(self) -> _ServerContext:
+    def _make(self) -> _ServerContext:
         context = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if self._ask_clients else ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED if self._ask_clients else ssl.CERT_NONE
@@ -188,7 +190,7 @@ class ListenerContext:
         self._identity.load_into(context)
         return context
 
-    def _lead(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def _select(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Select the newest context; called for every connection, also without a server name."""
         connection.context = self._current
 
@@ -240,18 +242,12 @@ def router_channel_async(address: str, tls: ClientTls | None, options: Options) 
     return opened
 
 
-def _without_proxy() -> Options:
-    """gRPC takes the proxy of http_proxy or https_proxy for every address, also of loopback; `grpc_proxy` is meant for it
-    alone."""
-    return () if os.environ.get("grpc_proxy") else (("grpc.enable_http_proxy", 0),)  # noqa: SIM112 (its name in gRPC)
-
-
 def _to_router(
     address: str, tls: ClientTls | None, options: Options
 ) -> tuple[grpc.ChannelCredentials | None, Options]:
     host = address.rpartition(":")[0].rpartition("/")[2]  # of host:port and dns:///host:port
     if is_loopback(host):
-        options = (*options, *_without_proxy())
+        options = (*options, _NO_PROXY)
     return tls.credentials() if tls is not None else None, options
 
 

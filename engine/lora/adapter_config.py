@@ -120,8 +120,7 @@ def _rank(key: str, value: Any) -> int:
 
 
 def _alpha(key: str, value: Any) -> float:
-    if (
-        type(value) not in (int, float) or not abs(value) <= 1e9
-    ):  # NaN is not, and integers may exceed a float
+    # Not `>`, which NaN passes; integers may exceed a float
+    if type(value) not in (int, float) or not abs(value) <= 1e9:
         raise refused(key, f"is {str(value)[:80]!r}, not a number of up to 1e9")
     return float(value)

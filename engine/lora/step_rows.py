@@ -27,9 +27,8 @@ class StepRows:
         self._device = device
         self.team = team if isinstance(team, KernelTeam) else None
         most = MAX_ROWS if self.team is not None else 0
-        self.listed = torch.zeros(
-            1 + 2 * most, dtype=torch.int64
-        )  # how many, then row and slot (from 0 on) of each
+        # How many, then row and slot (from 0 on) of each
+        self.listed = torch.zeros(1 + 2 * most, dtype=torch.int64)
         self.low = torch.zeros(most, low_width)
         self.by_kernels = False
         self.groups: Sequence[tuple[int, Rows]] = ()  # slot, rows

@@ -15,12 +15,8 @@ from cluster.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.shares import check_shares
 
-_WIDTHS = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-}  # bytes of a number; every other type: at least half of one
+# Bytes of a number; every other type: at least half of one
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # By the prefixes of `layer_weights`, which imports torch
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
 

@@ -60,9 +60,7 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant
         key = _digest(repr((_processor(), variant)).encode())
         function.__qualname__ = f"{name}-{_SOURCES}-{key}"
         made = decorator(cache=True)(function)
-    except (
-        RuntimeError
-    ):  # no directory for a cache (a read-only file system), or LLVM can't name the processor
+    except RuntimeError:  # no directory for a cache can be written, or LLVM can't name the processor
         return decorator()(function)
     _remove_outdated(made)
     return made

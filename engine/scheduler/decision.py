@@ -105,6 +105,5 @@ def _pooled(s: Sequence, count: int) -> dict[str, Any]:
 
 def _slot(sequence: Sequence, slots: Mapping[str, int] | None) -> int:
     adapter = sequence.request.adapter
-    return (
-        slots[adapter] if slots is not None and adapter else 0
-    )  # never the base model in place of an adapter
+    # A missing adapter raises: the base model never takes its place
+    return slots[adapter] if slots is not None and adapter else 0

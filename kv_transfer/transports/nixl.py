@@ -74,9 +74,7 @@ class NixlWrite:
             handle, self._handle = self._handle, None
             try:
                 self._agent.release_xfer_handle(handle)
-            except (
-                Exception
-            ) as error:  # the write is terminal nevertheless: its blocks and slots can be freed
+            except Exception as error:  # the write is terminal even so: its blocks and slots can be freed
                 log.warning("NIXL did not release the handle of a terminal write: %s", error)
         return self._state
 

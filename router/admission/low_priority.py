@@ -31,9 +31,8 @@ class LowPriority:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._allowance = TurnAllowance(SECONDS_PER_STEP, clock=clock)
-        self._waiting: RoundRobin[asyncio.Future[None]] = (
-            RoundRobin()
-        )  # clients without a key count as one tenant
+        # By tenant; clients without a key count as one
+        self._waiting: RoundRobin[asyncio.Future[None]] = RoundRobin()
         self._refusals = 0  # that wait
 
     async def step(self, tenant: str = "") -> None:

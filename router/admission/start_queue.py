@@ -58,9 +58,8 @@ class StartQueue:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._allowance = TurnAllowance(SECONDS_PER_START, STARTS_PER_TURN, clock)
-        self._queues: OrderedDict[str, FairQueue] = (
-            OrderedDict()
-        )  # of models; the one whose turn is next comes first
+        # By model; the one whose turn is next comes first
+        self._queues: OrderedDict[str, FairQueue] = OrderedDict()
         self._order = itertools.count()
         self._left = 0  # starts of this turn
         self._counting = False  # _next_turn will be called

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from cluster.config.router import RouterConfig
-from router.placement.types import priority_class_of
+from cluster.protocol.priority import class_of
 from router.request.completion import Completion
 
 OF_DEADLINE = 0.9  # of a client's own deadline: the refusal must still reach it
@@ -15,7 +15,7 @@ LAST_SECONDS = 1.0
 class RequestDeadlines:
     def __init__(self, config: RouterConfig, completion: Completion, received: float):
         """`received`: monotonic seconds."""
-        self.priority_class = priority_class_of(completion.priority)
+        self.priority_class = class_of(completion.priority)
         # TTFT target of the request's class; 0 = no target
         self.target_seconds = {
             "high": config.ttft_target_seconds_high,

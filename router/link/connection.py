@@ -23,8 +23,11 @@ FRAMES_A_TURN = 64  # at most, however small
 class Frames(Protocol):
     """The link above a connection."""
 
-    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
-        """Dispatch a frame. A large one is returned as an iterator, each step of which dispatches a piece."""
+    def take(
+        self, connection: Connection, frame: link_pb2.WorkerFrame, entries: int
+    ) -> Iterator[None] | None:
+        """Dispatch a frame of so many `entries`. A large one is returned as an iterator, each step of which dispatches a
+        piece."""
 
     def writable(self, connection: Connection) -> None:
         """The buffer of the transport is below its limit again."""
@@ -137,7 +140,7 @@ class Connection(asyncio.Protocol):
                 self.welcomed.set_result(frame.welcome)
                 continue
             taken += entries
-            self._piece = self._link.take(self, frame)
+            self._piece = self._link.take(self, frame, entries)
             if self._piece is not None:
                 return
 

@@ -17,7 +17,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
-from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
+from router.link.connection import ENTRIES_A_TURN, Connection
 from router.link.handle import LinkHandle, Reader
 from router.link.handles import Handles
 from router.link.identity import RouterIdentity
@@ -31,7 +31,7 @@ LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
 MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
-HANDED_OVER_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
+MOVED_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
 
 
 class WorkerLink:
@@ -63,7 +63,7 @@ class WorkerLink:
         self._heard = self._loop.time()
         self._moving: asyncio.Task[None] | None = None
         self._greeting: asyncio.Timeout | None = None  # of the connection that _move opens
-        self._handed_over = False  # the worker sends nothing more on this connection
+        self._is_moved = False  # the worker sends nothing more on this connection
         self._malformed_at = -math.inf  # when the worker last broke the protocol
         self._task = self._loop.create_task(self._run())
         self.is_lost = False  # until the worker welcomes this router again
@@ -202,7 +202,7 @@ class WorkerLink:
         if not moving:
             self._machine.to(LinkState.GREETED)
             self._machine.to(LinkState.ATTACHING)
-        self._handed_over = False
+        self._is_moved = False
         self._outgoing.clear()
         attaches = self._handles.attaches()
         self._connection = connection
@@ -222,7 +222,7 @@ class WorkerLink:
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
         while self._connection is older:
-            seconds = HANDED_OVER_SECONDS if self._handed_over else CONNECT_SECONDS
+            seconds = MOVED_SECONDS if self._is_moved else CONNECT_SECONDS
             try:
                 async with asyncio.timeout(seconds) as self._greeting:
                     connection = await self._opener.greet(self)
@@ -232,7 +232,7 @@ class WorkerLink:
                 log.warning(
                     "link to %s: opening its next connection failed; retrying: %s", self.worker.name, error
                 )
-                await asyncio.sleep(RETRY_SECONDS[1] if self._handed_over else MOVE_PAUSE_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS[1] if self._is_moved else MOVE_PAUSE_SECONDS)
                 continue
             if self._connection is older:
                 self._attach(connection)
@@ -271,20 +271,21 @@ class WorkerLink:
         if connection is self._connection:
             self._flush_soon()
 
-    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
+    def take(
+        self, connection: Connection, frame: link_pb2.WorkerFrame, entries: int
+    ) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
         tokens = len(frame.tokens.handle)
         if tokens or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
-        count = entries_of(frame)
-        if count == tokens <= ENTRIES_A_TURN:  # the frame of an ordinary step, or a beat
+        if entries == tokens <= ENTRIES_A_TURN:  # the frame of an ordinary step, or a beat
             self._handles.take_tokens(frame.tokens, self._heard)
             return None
-        entries = self._handles.take(frame, self._heard, lambda: connection is self._connection)
-        if count > ENTRIES_A_TURN:
-            return entries
-        for _ in entries:
+        pieces = self._handles.take(frame, self._heard, lambda: connection is self._connection)
+        if entries > ENTRIES_A_TURN:
+            return pieces
+        for _ in pieces:
             pass
         return None
 
@@ -293,20 +294,20 @@ class WorkerLink:
             if connection is not self._connection:
                 connection.close()
             else:
-                self._hand_over()
+                self._moved()
         elif notice == link_pb2.LINK_NOTICE_GO_AWAY:
             if connection is self._connection:
                 self.move()
         elif notice == link_pb2.LINK_NOTICE_FENCED and connection is self._connection:
             self.give_up(PeerLostError(f"{self.worker.worker_id} was fenced: its epoch has ended"))
 
-    def _hand_over(self) -> None:
-        """The worker gave the handles to the connection that said hello, and cancels them if that does not attach in time:
-        a stalled greeting is given up early."""
-        self._handed_over = True
+    def _moved(self) -> None:
+        """The next connection owns the handles: the worker has read its hello. The worker cancels them unless it attaches
+        in time, so a stalled greeting is given up early."""
+        self._is_moved = True
         greeting = self._greeting
         if greeting is not None and not greeting.expired():
-            greeting.reschedule(self._loop.time() + HANDED_OVER_SECONDS)
+            greeting.reschedule(self._loop.time() + MOVED_SECONDS)
 
     def _flush_soon(self) -> None:
         if not self._flushing and self._connection is not None:

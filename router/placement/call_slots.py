@@ -7,7 +7,7 @@ import itertools
 import time
 
 from cluster.fair_queue import FairQueue, Waiting
-from router.placement.types import PriorityClass
+from cluster.protocol.priority import PriorityClass
 
 # More would wait in Redis instead, where none can be cancelled or passed by a higher class, until all are too late.
 MAX_AT_A_TIME = 32

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.membership.types import WorkerInfo
-from router.placement.types import PlacementRequest, PriorityClass
+from cluster.protocol.priority import PriorityClass
+from router.placement.types import PlacementRequest
 
 FORMAT = 1  # first byte of a packed charge; a later one only appends fields (charges.lua)
 CLASSES: tuple[PriorityClass, ...] = ("normal", "high", "batch")

@@ -1,5 +1,5 @@
-"""Placement while Redis does not answer: the load that it told last, this router's own charges and memory of prefixes, and
-power of two choices."""
+"""Placement while Redis does not answer: by the load last read from it, this router's own charges and memory of prefixes,
+and the power of two choices."""
 
 from __future__ import annotations
 

@@ -8,14 +8,9 @@ from enum import StrEnum
 from typing import Literal
 
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.priority import PriorityClass
 
 Mode = Literal["never", "fallback", "auto", "always"]
-PriorityClass = Literal["high", "normal", "batch"]
-
-
-def priority_class_of(priority: int) -> PriorityClass:
-    """The class of a request: what is above 0 is high, what is below is batch."""
-    return "high" if priority > 0 else "batch" if priority < 0 else "normal"
 
 
 class Reason(StrEnum):

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 
 WORD = 8
 STATUS_BYTES = 1024
-MAX_TENANTS = (
-    1 << 17
-)  # and what they have of one model, with requests in flight in one process; more are refused
+# Tenants, and pairs of tenant and model, with requests in flight in one process; more are refused
+MAX_TENANTS = 1 << 17
 READ_TRIES = 3
 
 

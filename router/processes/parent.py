@@ -19,6 +19,7 @@ from cluster import addresses
 from cluster.config.router import RouterConfig
 from cluster.errors import SetupError
 from cluster.periodic import Periodic
+from cluster.process.restarts import Restarts
 from cluster.protocol.times import LOOP_STALL_SECONDS, SUSPECT_SECONDS
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.registry import Registry
@@ -30,7 +31,6 @@ from router.processes.memory import SharedMemory
 from router.processes.merged_metrics import MergedMetrics
 from router.processes.metrics_port import MetricsPort
 from router.processes.readiness import why_not_ready
-from router.processes.restarts import Restarts
 
 log = logging.getLogger(__name__)
 START_SECONDS = 300.0  # for a process to serve

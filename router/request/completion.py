@@ -83,9 +83,8 @@ class Delta(NamedTuple):
     finish: FinishReason | None = None
     parts: tuple[Part, ...] | None = None  # of the same text, where the answer is parsed
     stop_string: str | None = None  # that ended the choice
-    prompt: tuple[
-        Token, ...
-    ] = ()  # tokens of the prompt with their log probabilities, but for the one at position 0; or its embedding
+    # Tokens of the prompt with their log probabilities, but for the one at position 0; or its embedding
+    prompt: tuple[Token, ...] = ()
     echo: bytes = (
         b""  # JSON of the prompt's text without quotation marks, shown before `text`; shared by its choices
     )

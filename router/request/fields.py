@@ -98,9 +98,8 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
     names: ClassVar[frozenset[str]] = frozenset()  # of the fields, as clients write them
-    objects: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # fields that errors call by the names of the fields in them
+    # Fields that errors call by the names of the fields in them
+    objects: ClassVar[frozenset[str]] = frozenset()
     error_names: ClassVar[Mapping[str, str]] = {}  # fields that errors call by another name
 
     @classmethod

@@ -9,9 +9,8 @@ import orjson
 from google.protobuf.message import DecodeError, Message
 
 PEEK_BYTES = 4096  # at each end of a body; clients write the model first, or after the messages
-CHECKED_BYTES = (
-    1 << 16
-)  # bodies up to this length are parsed, in 0.3 ms at most, where a refusal depends on it
+# Bodies up to this length are parsed, in 0.3 ms at most, where a refusal depends on it
+CHECKED_BYTES = 1 << 16
 _MODEL = re.compile(rb'"model"\s{0,8}:\s{0,8}"([^"\\]{1,256})"')
 _FIELD_1 = 0x0A  # tag of a text that is field 1, which serialisers write first
 _MAX_NAME_BYTES = 127  # whose length is one byte

@@ -4,15 +4,16 @@ class of priority."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from cluster.errors import ForbiddenError, UnknownModelError
+from cluster.protocol.priority import PriorityClass, class_of
 from cluster.security.keys import Caller
-from router.placement.types import priority_class_of
 from router.request.completion import Completion
 from router.request.limits import MAX_SHOWN
 from wire import inference_pb2
 
-_CLASSES = ("batch", "normal", "high")  # the lowest first
+_CLASSES = get_args(PriorityClass)  # the lowest first
 ADMIN_TIMINGS = frozenset(
     {
         "router_queue_seconds",
@@ -29,7 +30,7 @@ def check_allowed(completion: Completion, caller: Caller) -> None:
     and a class above its own, which would overtake requests of other tenants."""
     if completion.explain and not caller.admin:
         raise ForbiddenError("explain: requires an API key with admin: true", field="explain")
-    asked = priority_class_of(completion.priority)
+    asked = class_of(completion.priority)
     if _CLASSES.index(asked) > _CLASSES.index(caller.max_priority):
         raise ForbiddenError(
             f"priority: this API key allows at most {caller.max_priority}, not {asked}; "

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from cluster.faults.orders import Order, OrderedFaults, open_faults
-from cluster.faults.points import NO_FAULTS, Act, FaultAction, Point, inject, nothing, nothing_said
+from cluster.faults.points import NO_FAULTS, Act, FaultAction, Point, inject, no_message_fault, nothing
 from tests.harness.fault_orders import give_orders, read_injected
 
 
@@ -19,7 +19,7 @@ def test_without_a_directory_every_point_is_nothing():
     faults = open_faults(None, "p")
     assert faults is NO_FAULTS
     assert all(faults.point(point) is nothing for point in Point)
-    assert faults.messages() is nothing_said
+    assert faults.messages() is no_message_fault
     assert nothing(b"t") is None  # type: ignore[func-returns-value]  # that is the point
 
 

@@ -67,6 +67,19 @@ async def test_no_proxy_of_the_environment_comes_between_processes(monkeypatch):
             assert (await calls(elsewhere("router.invalid:1", None, ())))["Run"] == "UNAVAILABLE"
 
 
+async def test_grpc_proxy_is_for_processes_and_not_for_clients_on_loopback(monkeypatch):
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with Worker(Peers()) as worker:
+        for channel in (
+            router_channel_async(worker.address, None, ()),
+            load_channel(LoadConfig(requests=1), worker.address),
+        ):
+            assert (await calls(channel))["Run"] == b"token"
+        assert (await calls(Peers().channel(worker.address)))["Run"] == "UNAVAILABLE"
+
+
 async def test_a_worker_refuses_any_other_certificate(certs):
     ours, theirs = certs / "ours", certs / "theirs"
     shut = {"Run": "UNAVAILABLE", "Cancel": "UNAVAILABLE", "Handoff": "UNAVAILABLE"}

@@ -46,7 +46,7 @@ async def knock(address: str, live: Path) -> dict[str, object]:
     return answers
 
 
-async def the_real_workers_know_who_may_what(state, live: Path) -> None:
+async def each_method_accepts_its_role_only(state, live: Path) -> None:
     """Every method of both services. The hand-off's stream, where agents' metadata and addresses travel, opens for a
     worker only; it says nothing to a router, and nothing of a router's opens for a worker."""
     for role, messages in (("prefill", prefill_pb2), ("decode", decode_pb2)):
@@ -85,7 +85,7 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
         for role in ("prefill", "decode"):
             address = cluster.state[role][0]["address"]
             assert set(asyncio.run(knock(address, live)).values()) == {"UNAVAILABLE"}
-        asyncio.run(the_real_workers_know_who_may_what(cluster.state, live))
+        asyncio.run(each_method_accepts_its_role_only(cluster.state, live))
         # `baton up` itself tells decode workers of prefill workers that died: by a router's right.
         with LocalTls(live, True).peers().blocking_channel(cluster.state["decode"][0]["address"]) as channel:
             told = decode_pb2.PeerExitedRequest(worker_id="unknown")

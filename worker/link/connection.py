@@ -217,7 +217,8 @@ class Connection(asyncio.Protocol):
         self._tick_later()
 
     def _overdue(self, now: float) -> bool:
-        """Bytes alone are no life: a greeting or a list of handles may come without end."""
+        """Whether the router is silent or too slow. Bytes alone do not count: a greeting, or a list of handles, may go on
+        without end."""
         if self._session.state is State.HELLO:
             return now - self._made > HELLO_SECONDS
         if self._session.state is State.ATTACHING and now - self._made > ATTACH_SECONDS:

@@ -157,7 +157,7 @@ class Routers:
 
     @staticmethod
     def _fit(handle: Handle, session: Session) -> None:
-        """Keep what the session's router expects to be kept."""
+        """Give the handle the windows of the session's link version."""
         if session.version < SHARED_WINDOW_VERSION:
             handle.log.widen()
 
@@ -245,7 +245,7 @@ class Routers:
         """The router has read the end. Close for an attempt that has not ended is a cancel."""
         handle = self._handles(session).get(number)
         if handle is not None:
-            self._read(handle) if handle.log.ended else self._give_up(handle)
+            self._forget_attempt(handle) if handle.log.ended else self._give_up(handle)
 
     def status(self, session: Session, number: int) -> None:
         handle = self._handles(session).get(number)
@@ -276,7 +276,7 @@ class Routers:
                 handle.to(HandleState.DETACHED)
                 self._wait(handle, self._give_up)
             elif handle.machine.state is HandleState.ENDED and handle.timer is None:
-                self._wait(handle, self._read)
+                self._wait(handle, self._forget_attempt)
 
     def _guarded(self, handle: Handle, call: Callable[[], None]) -> None:
         """An exception of one attempt's entry ends that attempt: the link and the others of the frame go on."""
@@ -297,12 +297,12 @@ class Routers:
             self._forget(handle.transfer_id)
         elif not handle.cancelling:
             handle.cancelling = True
-            self._background_tasks.spawn(self._cancelled_for_good(handle))
+            self._background_tasks.spawn(self._cancel_attempt(handle))
 
-    async def _cancelled_for_good(self, handle: Handle) -> None:
+    async def _cancel_attempt(self, handle: Handle) -> None:
         await self._cancel(handle.transfer_id)
 
-    def _read(self, handle: Handle) -> None:
+    def _forget_attempt(self, handle: Handle) -> None:
         self._forget(handle.transfer_id)
 
     def _drop_idle(self, router: Router) -> None:

@@ -144,7 +144,8 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
 
 
 async def _serve(worker: Worker, endpoint: SupervisorEndpoint) -> str | None:
-    """Serve until told to leave. Returns the reason of a `baton drain`. Raises if the worker fails."""
+    """Serve until the supervisor stops the worker or is gone for too long, or `baton drain` names it; returns what follows
+    that drain. Raises if the worker fails."""
     drained = asyncio.create_task(worker.wait_drain_wanted())
     failed = asyncio.create_task(worker.wait_failed())
     stop = asyncio.create_task(endpoint.stop_wanted.wait())

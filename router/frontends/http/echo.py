@@ -35,9 +35,10 @@ class Echo:
     def __init__(self, completions: Sequence[Completion], texts: Sequence[str]):
         """`texts`: of the prompts, one for each completion."""
         prompts = map(_Prompt, texts)
+        # By choice of the whole answer
         pairs = [
             (prompt, one) for one, prompt in zip(completions, prompts, strict=True) for _ in range(one.n)
-        ]  # by choice of the whole answer
+        ]
         self._waiting = {
             index: (prompt, _start(index, one) if one.sampling.prompt_logprobs else ())
             for index, (prompt, one) in enumerate(pairs)

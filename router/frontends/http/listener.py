@@ -5,8 +5,8 @@
         ▼                                   ▼
     closed                               closed           if there are too many of either, the oldest is closed
 
-A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, those
-of who has the most get 429 (router/frontends/http/ready.py).
+A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, one of
+the tenant or address with the most gets 429 (router/frontends/http/ready.py).
 
 A connection that sends nothing costs a descriptor only: no TLS state, no protocol. Nor does one whose client has left
 when its turn comes: a flood of connections that are reset at once would keep the event loop busy with their requests.
@@ -43,9 +43,8 @@ OPENED_PER_TURN = 2
 SECONDS_PER_OPENING = 0.002
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
-TURNED_AWAY_BYTES = (
-    1 << 14
-)  # of a request, read before it is refused: closing unread bytes would lose the answer
+# Of a request, read before it is refused: closing unread bytes would lose the answer
+TURNED_AWAY_BYTES = 1 << 14
 # While each further one turns another away, which takes about 0.1 ms: enough to find other clients behind a flood.
 ACCEPTS_WHEN_FULL = 8
 _POST = b"POST"
@@ -65,9 +64,8 @@ class HttpServer(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
         self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
-        self._ready = ReadyConnections(
-            None if config.is_ssl else keys, max_silent
-        )  # their first bytes have arrived
+        # Their first bytes have arrived
+        self._ready = ReadyConnections(None if config.is_ssl else keys, max_silent)
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
         text = f"{max_silent} connections wait to be opened at this router, and this client has the most; try again"
         self._refusal = closing_answer(429, OverloadedError(text, limit=str(max_silent)))

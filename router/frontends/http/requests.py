@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 from pydantic.json_schema import WithJsonSchema
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.protocol.priority import PRIORITIES
 from router.frontends.http.grammar_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -58,7 +59,6 @@ from router.request.tools import (
 )
 from router.text.conversation import Conversation
 
-PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
 MAX_CACHE_SALT = 256  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat takes what the context leaves
 GRAMMAR_FIELDS = (

@@ -50,7 +50,7 @@ def drain(*arguments: str) -> Result:
 def test_without_redis_the_process_is_signalled_directly(start: Start) -> None:
     process, file = start(GOES)
     told = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE, "--wait", "20")
-    assert told.exit_code == 0 and "is told to leave" in told.output
+    assert told.exit_code == 0 and "gets SIGTERM and drains" in told.output
     assert process.wait(10) != 0
     again = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE)
     assert again.exit_code == 0 and "has left already" in again.output

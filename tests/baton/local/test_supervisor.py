@@ -9,8 +9,9 @@ import subprocess
 import pytest
 
 from baton.local.children import Child
-from baton.local.supervisor import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES, Supervisor
+from baton.local.supervisor import Supervisor
 from cluster.errors import SetupError
+from cluster.process.restarts import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES
 
 
 class Clock:

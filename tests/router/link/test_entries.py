@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.link.connection import ENTRIES_A_TURN
+from router.link.connection import ENTRIES_A_TURN, entries_of
 from router.link.identity import RouterIdentity
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, tokens
@@ -73,7 +73,7 @@ async def test_an_older_connections_answers_are_not_the_newer_ones(pair):
     pair.link.ask(-1.0)
     late = link_pb2.WorkerFrame()
     late.states.add(handle=one.handle.number, kind=link_pb2.HandleState.UNKNOWN)
-    pair.link.take(older, late)
+    pair.link.take(older, late, entries_of(late))
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "it goes on")
     assert one.error is None
@@ -102,7 +102,7 @@ async def test_entries_of_unknown_kinds_and_handles_are_skipped_and_counted(pair
     frame.tokens.token_id.append(1)
     frame.ends.add(handle=4712)
     data = link_pb2.WorkerFrame.FromString(frame.SerializeToString() + b"\xfa\x06\x03abc")  # field 111
-    assert pair.link.take(pair.link._connection, data) is None
+    assert pair.link.take(pair.link._connection, data, entries_of(data)) is None
     assert pair.links.unread() == 2
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "the link goes on")
@@ -138,12 +138,12 @@ async def test_a_token_in_pieces_is_joined_and_begins_again_behind_a_break(pair,
     one.token = noted
     frames, received = 0, pair.link.take
 
-    def cut(connection, frame):
+    def cut(connection, frame, entries):
         nonlocal frames
         frames += bool(frame.extras)
         if frames == 3 and frame.extras[0].more:
             pair.cut()
-        return received(connection, frame)
+        return received(connection, frame, entries)
 
     pair.link.take = cut
     one.log.add(0, PROMPT, 5, token)
@@ -179,7 +179,7 @@ async def test_what_is_kept_of_a_frame_is_a_copy(pair, monkeypatch):
         extras=[link_pb2.HandleToken(handle=number, token=common_pb2.Token(position=PROMPT, token_id=5))],
         ends=[link_pb2.HandleEnd(handle=number, end=common_pb2.AttemptEnd())],
     )
-    assert pair.link.take(pair.link._connection, frame) is None
+    assert pair.link.take(pair.link._connection, frame, entries_of(frame)) is None
     frame.extras[0].token.token_id = 6
     frame.ends[0].end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
     token, ended = kept

@@ -13,7 +13,7 @@ from cluster.errors import PeerLostError
 from cluster.link.framing import MAX_FRAME_BYTES, to_frame
 from router.link import links as all_links
 from router.link import outgoing
-from router.link.connection import ENTRIES_A_TURN, FRAMES_A_TURN
+from router.link.connection import ENTRIES_A_TURN, FRAMES_A_TURN, entries_of
 from router.link.links import Links
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
@@ -181,7 +181,7 @@ async def test_a_frame_of_many_entries_takes_several_turns(frame, pair):
     pair.links = Links("r")
     pair.read(opened=False, taken_in=False)
     await pair.up()
-    pieces = pair.link.take(pair.link._connection, frame)
+    pieces = pair.link.take(pair.link._connection, frame, entries_of(frame))
     assert pieces is not None and len(list(pieces)) == 4
 
 

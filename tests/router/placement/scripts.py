@@ -11,12 +11,12 @@ import redis
 
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.priority import PriorityClass
 from router.placement.candidates import Candidates
 from router.placement.charges import AttemptCharge
 from router.placement.keys import PlacementKeys
 from router.placement.place_script import script_source
 from router.placement.settlement import settle_source
-from router.placement.types import PriorityClass
 from tests.harness.place_call import PlaceCall, decision
 from tests.harness.redis_text import decoded
 

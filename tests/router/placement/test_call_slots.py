@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cluster.protocol.priority import PriorityClass
 from router.placement import call_slots
 from router.placement.call_slots import CallSlots
-from router.placement.types import PriorityClass
 from tests.harness.waiting import turns
 
 

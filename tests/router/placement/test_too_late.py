@@ -14,10 +14,11 @@ from cluster.errors import OverloadedError
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.priority import class_of
 from router.placement.calibration import Calibration
 from router.placement.placement import Placement
 from router.placement.script_call import RedisBackoff
-from router.placement.types import PlacementRequest, priority_class_of
+from router.placement.types import PlacementRequest
 from tests.harness.redis_text import decoded
 
 TOKEN_SECONDS = 1e-3
@@ -83,7 +84,7 @@ def request(tokens: int, priority: int = 0, target: float = 10.0, deadline: floa
         b"",
         tokens,
         16,
-        priority_class=priority_class_of(priority),
+        priority_class=class_of(priority),
         target_seconds=target,
         deadline_seconds=deadline,
     )

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from cluster.process.restarts import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES, SHORT_LIFE_SECONDS, Restarts
 from cluster.protocol.times import SUSPECT_SECONDS
 from router.processes.memory import STATUS_BYTES, Figure, SharedMemory
 from router.processes.readiness import why_not_ready
-from router.processes.restarts import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES, SHORT_LIFE_SECONDS, Restarts
 
 LONG = SHORT_LIFE_SECONDS + 1
 

@@ -40,7 +40,7 @@
 {{- end }}
 {{- $_ := set $worker "engine.speculation" "decode.speculation" }}
 {{- $_ := set $worker "engine.draft_model" "decode.draftModel" }}
-{{- /* On nodes that are not the chart's, addresses are not its business. */}}
+{{- /* The chart sets no addresses on nodes that are not its own. */}}
 {{- if ne $.Values.ray.mode "external" }}{{- $_ := set $worker "host" "nothing: it is the pod's address" }}{{- end }}
 {{- include "baton.checkConfig" (dict "where" $role "config" (index $.Values $role).config "taken" (merge $worker $tls $names)) }}
 {{- end }}

@@ -178,7 +178,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
     - {name: HOME, value: /tmp}
     - {name: RCLONE_CONFIG_STORE_TYPE, value: s3}
     - {name: RCLONE_CONFIG_STORE_PROVIDER, value: {{ $store.provider }}}
-    {{- /* By the variables of the Secret, or as what the cloud lets the pod or its node be. */}}
+    {{- /* By the variables of the Secret, or by the identity that the cloud gives the pod or its node. */}}
     - {name: RCLONE_CONFIG_STORE_ENV_AUTH, value: "true"}
     {{- with $store.endpoint }}
     - {name: RCLONE_CONFIG_STORE_ENDPOINT, value: {{ . | quote }}}

@@ -91,9 +91,9 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. That it
-       has stood still for livenessSeconds the worker itself tells at /live: three answers in a row are there for a
-       busy machine, not to wait for the engine a second time. */ -}}
+{{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine makes steps.
+       /live fails only after livenessSeconds without one, so the three failures in a row allow for a busy machine and are no
+       second wait for the engine. */ -}}
 {{- define "baton.workerProbes" -}}
 startupProbe:
   httpGet: {path: /ready, port: metrics}

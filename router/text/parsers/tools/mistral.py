@@ -79,9 +79,8 @@ class Mistral:
             self._state, self._call = "list", None
             self._begun = self._marked + self._head[: len(self._head) - len(begun) + 1]
             return begun[1:]
-        found = (
-            self._name.match(self._head) if "{" in text else None
-        )  # a name has none: the first one decides
+        # A name has no brace: the first one decides
+        found = self._name.match(self._head) if "{" in text else None
         names = self._answer.names
         other = found is not None and names is not None and found[1] not in names
         if found is not None and not other and found.end() <= MAX_HEAD:

@@ -27,9 +27,10 @@ _CONSTANTS = {
 _WORD = re.compile(r"(?:(?<=[0-9.][eE])[+-]|[\w.])+")
 _FUNCTION = re.compile(r"[^\W\d][\w.-]*")  # names of tools may have hyphens
 _SPACE = re.compile(r"\s+")
+# No name of a character has more than 128 characters
 _ESCAPE = re.compile(
     r"\\(?:\n|[\\'\"abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^{}\\]{1,128}\})"
-)  # no name of a character has more than 128 characters
+)
 _JSON_NUMBER = re.compile(r"(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _PLAIN_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CLOSES = {"[": "]", "(": ")", "{": "}"}

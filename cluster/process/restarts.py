@@ -22,3 +22,8 @@ class Restarts:
         if self._short_lives >= MAX_SHORT_LIVES:
             return None
         return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * (1 << max(0, self._short_lives - 1)))
+
+    def pause_after_failed_start(self) -> float | None:
+        """The same where it could not be started at all."""
+        self._short_lives += 1
+        return None if self._short_lives >= MAX_SHORT_LIVES else MAX_PAUSE_SECONDS
