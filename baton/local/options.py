@@ -97,12 +97,12 @@ class UpOptions(Frozen):
         if self.prefill < 0:
             raise ConfigError("--prefill must be at least 0", field="prefill")
         for name, section in self.sections.items():
-            if name not in SECTIONS or not isinstance(section, Mapping):
+            if name not in SECTIONS or not isinstance(section, Mapping | None):
                 raise ConfigError(
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
-            if not isinstance(section.get("engine"), Mapping | None):
+            if section is not None and not isinstance(section.get("engine"), Mapping | None):
                 raise ConfigError(f"--config: engine of {name} is no section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)
@@ -265,11 +265,16 @@ class UpOptions(Frozen):
     @cached_property
     def _given(self) -> Mapping[Role, Mapping[str, Any]]:
         """The given settings of each role's workers."""
-        shared, own = self.sections.get("worker", {}), self.sections
+        shared = self._section("worker")
         return {
-            "prefill": merged(without_drafts(shared), own.get("prefill", {}), without_drafts(self.worker)),
-            "decode": merged(shared, own.get("decode", {}), self.worker),
+            "prefill": merged(without_drafts(shared), self._section("prefill"), without_drafts(self.worker)),
+            "decode": merged(shared, self._section("decode"), self.worker),
         }
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        """One of SECTIONS; a file may name it and leave it empty."""
+        section: Mapping[str, Any] = self.sections.get(name) or {}
+        return section
 
     @property
     def _draft_model(self) -> Path | None:
@@ -292,7 +297,7 @@ class UpOptions(Frozen):
             "http_port": RouterConfig.model_fields["http_port"].default,
             "grpc_port": RouterConfig.model_fields["grpc_port"].default,
         }
-        given = merged(defaults, self.sections.get("router", {}), self.router)
+        given = merged(defaults, self._section("router"), self.router)
         ports = {name: given[name] for name in ("http_port", "grpc_port")}
         ports = {name: port + index for name, port in ports.items() if port and type(port) is int}
         fixed = {
