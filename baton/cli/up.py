@@ -140,9 +140,14 @@ def _forget_environment() -> None:
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
     stop = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        stop.set()  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+        _interrupt()
+
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
     try:
         with _shown("starting") as update:
             cluster = LocalCluster(options, progress=update)
@@ -162,6 +167,7 @@ def run(options: UpOptions) -> None:
             _ignore_endings()
             with _shown("stopping"):
                 cluster.stop()
+        _tell("stopped")
     except KeyboardInterrupt:
         _tell("stopped")
 
