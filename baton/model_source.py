@@ -210,6 +210,12 @@ class Hub:
             except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
                 failed = f"; {self._endpoint}: {str(error) or type(error).__name__}"
                 self.check_time(failed)
+                if attempt == TRIES and isinstance(error, httpx.ConnectError):
+                    raise UnavailableError(
+                        f"{self._endpoint} cannot be reached ({error}): --endpoint names a mirror, HTTPS_PROXY a proxy; "
+                        "without a network, copy a model's directory to this machine",
+                        field="endpoint",
+                    ) from error
                 if attempt == TRIES:
                     raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
                 time.sleep(PAUSE_SECONDS * attempt)
@@ -273,6 +279,16 @@ def _alone(directory: Path, hub: Hub) -> Iterator[None]:
         yield
 
 
+def _check_out(into: Path) -> None:
+    """Raise ConfigError if the directory cannot be made. One that exists may belong to another user, and be complete."""
+    above = next(one for one in into.absolute().parents if one.exists())
+    if not into.exists() and not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--out {into} cannot be made (no right to write in {above}): name a directory where this user may write",
+            field="out",
+        )
+
+
 def fetch(
     source: str, into: Path, *, endpoint: str, seconds: float, sha256: str = "", weights: bool = True
 ) -> list[HubFile]:
@@ -280,6 +296,7 @@ def fetch(
 
     `sha256` must be their `manifest_digest`, if it is given. The token is HF_TOKEN of the environment.
     """
+    _check_out(into)
     hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), seconds)
     try:
         commit, files = hub.list_files()

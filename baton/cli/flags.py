@@ -20,10 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Flags:
     """The flags of one or several models; a setting that several have under one name is one flag."""
 
-    def __init__(self, *models: type[Frozen], without: Collection[str] = (), environment: bool = False):
-        """`without`: flags left out. `environment`: each flag can be given by its setting's variable too; models that
-        are loaded by cluster/config/sources.py read the environment themselves."""
-        self._environment = environment
+    def __init__(self, *models: type[Frozen], without: Collection[str] = ()):
+        """`without`: flags left out."""
         self._names = {
             model: {path: name for path, name in flags(model).items() if name not in without}
             for model in models
@@ -62,12 +60,11 @@ class Flags:
         text = escape(one.field.description or "")
         if one.default:
             text += f" [dim]default: {escape(one.default)}[/dim]"
-        variable = one.environment if self._environment else one.named_environment
         option = typer.Option(
             help=text,
             rich_help_panel=one.panel,
             show_default=False,
-            envvar=variable,
+            envvar=one.named_environment,
             show_envvar=False,
             metavar="SIZE" if one.is_size else None,
         )

@@ -20,6 +20,7 @@ from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.fetch import fetch
+from baton.cli.narrow_help import show_whole_names
 from baton.cli.output import say
 from baton.cli.pools import pools, serve_app
 from baton.cli.selftest import selftest
@@ -102,6 +103,8 @@ def main() -> None:
     """Run a command. An error of ours, a missing extra or a full disk is one sentence on stderr and exit code 1."""
     _end_by_sigterm_in_a_container()
     _replace_unencodable()
+    if "--help" in sys.argv:
+        show_whole_names()
     try:
         app()
     except BatonError as error:

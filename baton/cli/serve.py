@@ -22,6 +22,7 @@ from cluster.config.router import RouterConfig
 from cluster.config.worker import Role, WorkerConfig
 from cluster.redis.connect import why_silent
 from cluster.redis.rights import Rights, too_few_rights
+from cluster.redis.server import ask_why_unusable
 from cluster.telemetry import logs
 
 ConfigFile = Annotated[
@@ -68,9 +69,11 @@ def check_start(
 
 
 def report_redis(url: str, rights: Rights) -> None:
-    """Say that Redis does not answer, or refuses what this process needs."""
+    """Say that Redis does not answer, is too old, or refuses what this process needs."""
     if why := why_silent(url):
         say(f"{why}; starting anyway, Redis is used as soon as it answers")
+    elif why := ask_why_unusable(url):
+        say(f"{why}; starting anyway, requests fail until another one is there")
     elif why := too_few_rights(url, rights):
         say(f"{why}; starting anyway, Redis is used as far as it allows")
 

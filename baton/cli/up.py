@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +17,10 @@ import typer
 from baton.cli.flags import Flags
 from baton.cli.output import console, say
 from baton.local.cluster import LocalCluster
-from baton.local.options import UpOptions
+from baton.local.options import UpOptions, merged
 from baton.local.state import ClusterState
+from cluster.config.base import settings
+from cluster.config.environment import from_environment, variables
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from cluster.config.yaml_file import read_settings
@@ -51,7 +54,16 @@ CHOSEN = {
     *("router_id", "worker_id", "host", "advertise_host", "port", "link_port", "metrics_port"),
     *("tls_cert", "tls_key", "tls_ca", "tls_client_ca", "public_tls_cert", "public_tls_key"),
 }
-SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN, environment=True)
+SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN)
+# Variables that name what a command line names otherwise
+INSTEAD = {
+    "model": "baton up MODEL",
+    "tensor_parallel": "--prefill-tp and --decode-tp",
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_client_ca"), "--certs"),
+    **dict.fromkeys(("public_tls_cert", "public_tls_key"), "--certs"),
+}
+# Variables without a meaning here: they are those of single processes
+NOT_READ = CHOSEN - {"host", "advertise_host"} | {"role", "secret", "redis_password", "index_password"}
 
 
 UP = Flags(UpOptions)
@@ -93,23 +105,49 @@ def up(
             "--max-model-len 0 leaves no room for a prompt: give at least 1, or leave it out for the model's own length",
             field="max_model_len",
         )
+    _name_what_replaces_variables()
     options = {
         "model": given[0].absolute() if given else demo_model(),
         **UP.values(UpOptions, flags),
-        "router": SETTINGS.values(RouterConfig, flags),
-        "worker": SETTINGS.values(WorkerConfig, flags),
+        "router": merged(from_environment(RouterConfig, NOT_READ), SETTINGS.values(RouterConfig, flags)),
+        "worker": merged(from_environment(WorkerConfig, NOT_READ), SETTINGS.values(WorkerConfig, flags)),
         "sections": read_settings(config) if config is not None else {},
     }
     made = UpOptions(**options)
     preflight.check(made)
+    _forget_environment()
     run(made)
+
+
+def _name_what_replaces_variables() -> None:
+    """Raise ConfigError for a variable of a setting that is given otherwise here."""
+    for model in (RouterConfig, WorkerConfig):
+        for one in settings(model):
+            if one.environment in os.environ and one.path[-1] in INSTEAD:
+                raise ConfigError(
+                    f"{one.environment} is set, which baton up does not read: unset it, and use {INSTEAD[one.path[-1]]}",
+                    field=".".join(one.path),
+                )
+
+
+def _forget_environment() -> None:
+    """Each process gets its settings by a file, over which its environment would win: a flag would lose to a variable,
+    and two routers would take the same ports."""
+    for name in {*variables(RouterConfig), *variables(WorkerConfig)} - {"BATON_FAULT_ORDERS"}:
+        del os.environ[name]
 
 
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
+    stop = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        stop.set()  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+        _interrupt()
+
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
     try:
         with _shown("starting") as update:
             cluster = LocalCluster(options, progress=update)
@@ -122,14 +160,14 @@ def run(options: UpOptions) -> None:
         for line in ready_lines(state, options):
             _tell(line)
         try:
-            while True:
-                time.sleep(WATCH_SECONDS)
+            while not stop.wait(WATCH_SECONDS):
                 for line in cluster.watch():
                     _tell(line)
         finally:
             _ignore_endings()
             with _shown("stopping"):
                 cluster.stop()
+        _tell("stopped")
     except KeyboardInterrupt:
         _tell("stopped")
 

@@ -37,6 +37,11 @@ def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
         _issue(directory / "router", cluster, router_names, both, days)
         _issue(directory / "worker", cluster, [WORKER_NAME], both, days)
         _issue(directory / "client", clients, ["client"], [ExtendedKeyUsageOID.CLIENT_AUTH], days)
+    except PermissionError as error:
+        raise ConfigError(
+            f"--out {directory} cannot be used ({error.strerror}): name a folder in which this user may read and write",
+            field="out",
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory}: {error}", field="out") from error
     return sorted(directory.glob("*.pem"))

@@ -15,7 +15,7 @@ from cluster.protocol.model_limits import text_of
 # One or two slashes: a Path joins those behind a scheme.
 _HUB = re.compile(
     r"(?:hf:/{1,2}|https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/)?"
-    r"(?P<name>[\w.-]+/[\w.-]+?)(?:(?:@|/(?:tree|blob)/)(?P<revision>[\w.-]+))?\Z"
+    r"(?P<name>\w[\w.-]*/\w[\w.-]*?)(?:(?:@|/(?:tree|blob)/)(?P<revision>[\w.-]+))?\Z"
 )
 _NAME = re.compile(r"[\w.-]+\Z")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):/")
@@ -29,6 +29,7 @@ def check_directory(directory: Path, flag: str, given: str | None = None) -> Non
     named, field = _named(directory, flag, given), _field(flag)
     check_place(directory, flag, given)
     with _readable(named, field):
+        _check_rights(directory, named, field)
         _check_files(directory, named, field)
 
 
@@ -101,6 +102,17 @@ def _nearby(directory: Path) -> str:
         if os.access(place, os.X_OK) and (place / "config.json").is_file():
             return f"; there is one in {place}"
     return ": name the directory of a model as Hugging Face saves it"
+
+
+def _check_rights(directory: Path, named: str, field: str) -> None:
+    """Raise ConfigError for a file that may not be read: a worker would find it after its libraries are loaded."""
+    for file in (*directory.glob("*.json"), *directory.glob("*.jinja"), *weight_files(directory)):
+        if file.exists() and not os.access(file, os.R_OK):
+            raise ConfigError(
+                f"{named}: {file.name} cannot be read (Permission denied): this user needs the right to read every file "
+                "there",
+                field=field,
+            )
 
 
 def _check_files(directory: Path, named: str, field: str) -> None:

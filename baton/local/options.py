@@ -97,12 +97,12 @@ class UpOptions(Frozen):
         if self.prefill < 0:
             raise ConfigError("--prefill must be at least 0", field="prefill")
         for name, section in self.sections.items():
-            if name not in SECTIONS or not isinstance(section, Mapping):
+            if name not in SECTIONS or not isinstance(section, Mapping | None):
                 raise ConfigError(
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
-            if not isinstance(section.get("engine"), Mapping | None):
+            if section is not None and not isinstance(section.get("engine"), Mapping | None):
                 raise ConfigError(f"--config: engine of {name} is no section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)
@@ -244,7 +244,7 @@ class UpOptions(Frozen):
         memory_bytes = {"engine": {"memory_bytes": self._rank_bytes.get(role, 0)}}
         cluster = {"redis_url": redis_url, "namespace": namespace, "secret": secret}
         cluster["index_url"] = with_hash_tag(self.index_url, namespace) if redis_url else ""
-        return WorkerConfig.model_validate(_merged(memory_bytes, settings, cluster))
+        return WorkerConfig.model_validate(merged(memory_bytes, settings, cluster))
 
     def _settings(self, role: Role) -> dict[str, Any]:
         """Settings of a worker, without the memory that its ranks may take."""
@@ -260,16 +260,21 @@ class UpOptions(Frozen):
         if role == "decode" and self._draft_model is not None:
             engine["draft_model"] = self._draft_model
         fixed = {"role": role, **self.tls.worker(), "engine": engine}
-        return _merged({"engine": defaults}, self._given[role], fixed)
+        return merged({"engine": defaults}, self._given[role], fixed)
 
     @cached_property
     def _given(self) -> Mapping[Role, Mapping[str, Any]]:
         """The given settings of each role's workers."""
-        shared, own = self.sections.get("worker", {}), self.sections
+        shared = self._section("worker")
         return {
-            "prefill": _merged(without_drafts(shared), own.get("prefill", {}), without_drafts(self.worker)),
-            "decode": _merged(shared, own.get("decode", {}), self.worker),
+            "prefill": merged(without_drafts(shared), self._section("prefill"), without_drafts(self.worker)),
+            "decode": merged(shared, self._section("decode"), self.worker),
         }
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        """One of SECTIONS; a file may name it and leave it empty."""
+        section: Mapping[str, Any] = self.sections.get(name) or {}
+        return section
 
     @property
     def _draft_model(self) -> Path | None:
@@ -292,7 +297,7 @@ class UpOptions(Frozen):
             "http_port": RouterConfig.model_fields["http_port"].default,
             "grpc_port": RouterConfig.model_fields["grpc_port"].default,
         }
-        given = _merged(defaults, self.sections.get("router", {}), self.router)
+        given = merged(defaults, self._section("router"), self.router)
         ports = {name: given[name] for name in ("http_port", "grpc_port")}
         ports = {name: port + index for name, port in ports.items() if port and type(port) is int}
         fixed = {
@@ -305,7 +310,7 @@ class UpOptions(Frozen):
         }
         if self.also:
             fixed["models"] = [*(given.get("models") or ()), *map(_named_model, self.also)]
-        return RouterConfig.model_validate(_merged(given, ports, fixed))
+        return RouterConfig.model_validate(merged(given, ports, fixed))
 
     def worker_environment(self) -> dict[str, str]:
         """Environment of workers. Passive waiting: busy-waiting workers on shared cores ran 40 times slower (measured)."""
@@ -345,19 +350,19 @@ def _of_further(settings: Mapping[str, Any], model: FurtherModel) -> dict[str, A
     return {**made, "served_model_name": model.name}
 
 
-def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested settings; later layers override earlier ones. A section that a file names but leaves empty is None, and
     overrides nothing."""
-    merged: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
-            below = merged.get(name)
+            below = made.get(name)
             if value is None and isinstance(below, Mapping):
                 continue
-            merged[name] = (
-                _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+            made[name] = (
+                merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
             )
-    return merged
+    return made
 
 
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A worker would find most of this too, after half a minute, and its reason would 
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,11 +27,14 @@ from cluster.security.key_file import read_keys
 from engine.model.config import ModelConfig
 from engine.model.preflight import least_bytes, least_context_bytes, read_model
 
+# A worker alone has about a hundred open: libraries, sockets, shared memory.
+LEAST_FILES = 256
 _FLAG_OF_RANKS = {"prefill": "--prefill-tp", "decode": "--decode-tp"}
 
 
 def check(options: UpOptions) -> None:
     """Raise ConfigError or ModelError with the first reason why the cluster could not start."""
+    _check_limits()
     _check_ray(options)
     _check_files(options)
     _check_devices(options)
@@ -41,6 +45,17 @@ def check(options: UpOptions) -> None:
             _check_worker(options.worker_config(role, model=further), role)
             _check_host(options.worker_config(role, model=further), role)
     _check_ports(options)
+
+
+def _check_limits() -> None:
+    """Raise ConfigError for a limit that this process cannot raise, and that its processes would meet one by one."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < LEAST_FILES:  # below 0: without limit
+        raise ConfigError(
+            f"a process may open {files} files and connections here (ulimit -Hn), and each needs {LEAST_FILES} or more, a "
+            "router one more for each client: raise the limit, as by ulimit -n 65536",
+            field="nofile",
+        )
 
 
 def _check_ray(options: UpOptions) -> None:

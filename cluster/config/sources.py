@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +17,11 @@ from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
     PydanticBaseSettingsSource,
-    SettingsConfigDict,
     SettingsError,
 )
 
 from cluster.config.base import Frozen
+from cluster.config.environment import SETTINGS, not_json
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
 from cluster.config.speculation import without_drafts
 from cluster.config.unknown import no_such_setting
@@ -50,9 +49,7 @@ def load(
     written = read_settings(file) if file is not None else {}
 
     class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
-        model_config = SettingsConfigDict(
-            env_prefix="BATON_", env_nested_delimiter="__", frozen=True, extra="forbid"
-        )
+        model_config = SETTINGS
 
         @classmethod
         def settings_customise_sources(
@@ -74,11 +71,8 @@ def load(
         merged = Sources(**flags)
     except ValidationError as error:
         raise ConfigError(_explain(error, config), field=_first_field(error)) from None
-    except SettingsError as error:  # of the environment: a field that holds others, or a list
-        (field,) = re.findall(r'field "(\w+)"', str(error)) or [""]
-        raise ConfigError(
-            f"configuration is not valid: BATON_{field.upper()} must be JSON, as {{…}} or […]", field=field
-        ) from None
+    except SettingsError as error:
+        raise not_json(error) from None
     return with_secrets(config.model_validate(merged.model_dump()))
 
 

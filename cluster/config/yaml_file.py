@@ -10,10 +10,29 @@ import yaml
 from cluster.errors import ConfigError
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML takes the last of two values under one name, so a line would have no effect and no error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        found: set[tuple[str, str]] = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if (name.tag, name.value) in found:
+                    raise _NamedTwice(name.start_mark.line + 1)
+                found.add((name.tag, name.value))
+        return node
+
+
+class _NamedTwice(Exception):
+    def __init__(self, line: int):
+        self.line = line
+
+
 def read_yaml(path: Path, field: str) -> Any:
     """What it holds. Raises ConfigError, whose text copies nothing of it: there may be secrets in it."""
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}", field=field) from error
     except yaml.YAMLError as error:
@@ -21,6 +40,11 @@ def read_yaml(path: Path, field: str) -> Any:
         where = getattr(error, "problem_mark", None)
         line = f" in line {where.line + 1}" if where is not None else ""
         raise ConfigError(f"{path} is neither YAML nor JSON{line}", field=field) from None
+    except _NamedTwice as error:
+        raise ConfigError(
+            f"{path} gives a name in line {error.line} that it has given beside it: keep one of the two",
+            field=field,
+        ) from None
     except (ValueError, RecursionError):  # a day that no month has; brackets without end
         raise ConfigError(f"{path} holds a value that YAML can't read", field=field) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ OLDEST = (6, 2)
 
 def why_unusable(info: Mapping[str, Any], kind: Kind | None) -> str:
     """What to use instead of a server with this INFO, which a URL of this kind leads to; "" if it can be used."""
-    version = tuple(int(number) for number in str(info["redis_version"]).split(".")[:2])
-    if version < OLDEST:
+    # Forks write suffixes, and a proxy may leave lines out: what is not said is no reason.
+    version = tuple(int(number) for number in re.findall(r"\d+", _version(info))[:2])
+    if version and version < OLDEST:
         return f"Redis {'.'.join(map(str, OLDEST))} or later, or Valkey, is needed"
-    if info["role"] != "master":
+    if info.get("role", "master") != "master":
         return "it takes no writes: name the master, or its Sentinels: redis+sentinel://…"
     if info.get("cluster_enabled") and kind != "cluster":
         return "it is a node of a cluster, where keys move: write redis+cluster://…"
@@ -37,4 +39,9 @@ def ask_why_unusable(url: str) -> str:
         return ""
     seeds = seeds_of(url)
     why = why_unusable(info, seeds.kind if seeds is not None else None)
-    return f"{without_password(url)} is Redis {info['redis_version']}, {info['role']}: {why}" if why else ""
+    what = ", ".join(filter(None, (f"Redis {_version(info)}".strip(), str(info.get("role", "")))))
+    return f"{without_password(url)} is {what}: {why}" if why else ""
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return str(info.get("redis_version", ""))

@@ -92,7 +92,9 @@ class Identity:
 
 
 def _advice(error: Exception) -> str:
-    """What OpenSSL's few words on files mean."""
+    """What to do, and what OpenSSL's few words on files mean."""
+    if isinstance(error, PermissionError):
+        return "; this user needs the right to read all of them"
     if not isinstance(error, ssl.SSLError):
         return ""
     if error.reason == "KEY_VALUES_MISMATCH":

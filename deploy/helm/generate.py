@@ -153,6 +153,7 @@ def make_schema(values: list[Value]) -> dict[str, Any]:
         "title": "Values of the Baton chart. Made by `make chart` from values.yaml.",
         **_object(values, shared),
         "definitions": definitions,
+        "allOf": [_sections(values)],
     }
 
 
@@ -165,6 +166,14 @@ def _count(values: list[Value], seen: dict[int, list[Value]]) -> None:
 def _object(values: list[Value], shared: dict[int, str]) -> dict[str, Any]:
     properties = {value.path[-1]: _schema(value, shared) for value in values}
     return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _sections(values: list[Value]) -> dict[str, Any]:
+    """That every section is there: Helm removes a key whose value is null, defaults and all, and templates look into
+    sections. Apart from their schemas, which hold for parts of sections too (models)."""
+    inner = {value.path[-1]: _sections(value.children) for value in values if not value.is_leaf}
+    below = {name: one for name, one in inner.items() if one}
+    return {**({"required": list(inner)} if inner else {}), **({"properties": below} if below else {})}
 
 
 def _schema(value: Value, shared: dict[int, str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.redis.connect import why_silent
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.server import ask_why_unusable
 from router.rights import redis_rights
 from tests.baton.starts import UNREACHABLE, failed_start
 
@@ -36,6 +37,27 @@ def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys
     assert said.startswith("no Redis answers at redis://***@127.0.0.1:1 (")
     assert "starting anyway" in said
     assert "p4ssw0rd" not in said
+
+
+def says(**lines: object) -> Callable[[object], dict[str, object]]:
+    """A server's INFO."""
+    return lambda client: lines
+
+
+def test_an_old_redis_is_named_by_a_router_that_starts_alone(redis_url, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(redis.Redis, "info", says(redis_version="5.0.14", role="master"))
+    config = RouterConfig(model=checkpoint("llama"), redis_url=redis_url, secret="s")
+    serve.check_start(config, None, redis_rights(config))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is Redis 5.0.14, master: Redis 6.2 or later, or Valkey, is needed; starting anyway" in said
+
+
+@pytest.mark.parametrize(
+    "info", [{}, {"redis_version": "6.2-rc1"}, {"redis_version": "unstable", "role": "master"}]
+)
+def test_an_info_of_another_form_is_no_reason(info, redis_url, monkeypatch):
+    monkeypatch.setattr(redis.Redis, "info", says(**info))
+    assert ask_why_unusable(redis_url) == ""
 
 
 def test_a_redis_that_answers_is_not_reported(redis_url):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import __version__
+from baton import __version__, safe_files
 from baton.cli.up import ready_lines
 from baton.local import certs as local_certs
 from baton.local import memory, preflight
@@ -156,6 +158,63 @@ def test_no_right_to_read_the_model(model, monkeypatch):
         check_directory(model, "--model")
 
 
+UNREADABLE = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_no_right_to_read_one_file_of_the_model(name, model, said, monkeypatch):
+    """Access is a double: the superuser, as whom tests may run, may read everything."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != name)
+    assert f"{name} cannot be read (Permission denied): this user needs the right" in said("up", str(model))
+
+
+def test_no_right_to_read_a_key_or_to_write_certificates(model, said, monkeypatch, tmp_path):
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    make_certs(tmp_path / "certs", [], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ssl.SSLContext, "load_cert_chain", forbidden)
+        found = said("up", str(model), "--pool", "process", "--certs", str(tmp_path / "certs"))
+    assert "Permission denied; this user needs the right to read all of them" in found
+    monkeypatch.setattr(safe_files, "create", forbidden)
+    found = said("certs", "--out", str(tmp_path / "new"))
+    assert (
+        f"--out {tmp_path / 'new'} cannot be used (Permission denied): name a folder in which this user"
+        in found
+    )
+
+
+def test_a_place_for_a_download_is_looked_at_before_the_hub_is_asked(said, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    found = said(
+        "fetch", "hf://a/b", "--out", str(tmp_path / "new" / "m"), "--endpoint", "http://127.0.0.1:1"
+    )
+    assert f"cannot be made (no right to write in {tmp_path}): name a directory where this user may" in found
+
+
+def test_a_hub_that_cannot_be_reached_names_ways_around(said, monkeypatch, tmp_path):
+    monkeypatch.setattr("baton.model_source.PAUSE_SECONDS", 0.0)
+    found = said("fetch", "hf://a/b", "--out", str(tmp_path / "m"), "--endpoint", "http://127.0.0.1:1")
+    assert (
+        "http://127.0.0.1:1 cannot be reached ([Errno 111] Connection refused): --endpoint names a mirror"
+        in found
+    )
+
+
+def test_few_open_files(model, said, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    found = said("up", str(model), "--pool", "process")
+    assert "a process may open 64 files and connections here (ulimit -Hn)" in found
+    assert "raise the limit, as by ulimit -n 65536" in found
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, resource.RLIM_INFINITY))
+    assert "--http-port" in said("up", str(model), "--pool", "process", "--http-port", "66000")
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(said):
+    assert said("up", "../none") == "baton: --model ../none: no such directory [model]"
+
+
 def test_a_model_that_is_named_twice(model, said):
     assert "named twice, by [MODEL] and by --model" in said("up", str(model), "--model", str(model), code=2)
 
@@ -241,6 +300,25 @@ def test_a_host_of_workers_that_is_none_of_this_machine(model, said, tmp_path):
     up = ("up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0")
     found = said(*up, "--config", str(file))
     assert "--config: host 203.0.113.7 of decode workers cannot be used (Cannot assign requested" in found
+
+
+def test_a_name_that_a_file_gives_twice(model, said, tmp_path):
+    """YAML has one value for a name, and PyYAML takes the last one without a word."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("router:\n  http_port: 0\n  http_port: 66000\n")
+    found = said("up", str(model), "--pool", "process", "--config", str(file))
+    assert f"{file} gives a name in line 3 that it has given beside it: keep one of the two" in found
+    file.write_text("router:\n  max_attempts: 3\nrouter:\n  http_port: 66000\n")
+    assert "gives a name in line 3" in said("up", str(model), "--config", str(file))
+    file.write_text('{"redis_url": "redis://a", "redis_url": "redis://b"}')
+    assert "gives a name in line 1" in said("router", "--config", str(file))
+    file.write_text("worker: &all {engine: {threads: 2}}\ndecode: {<<: *all, engine: {threads: 0}}")
+    assert "--threads: Input should be" in said("up", str(model), "--config", str(file)), "merged, not twice"
+
+
+def test_a_section_that_a_file_leaves_empty(model, tmp_path):
+    options = UpOptions(model, sections={"router": None, "worker": None, "decode": None, "prefill": None})
+    assert options.worker_config("decode").engine == UpOptions(model).worker_config("decode").engine
 
 
 @pytest.mark.parametrize(("text", "sentence"), WRITTEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,50 @@ def test_a_variable_sets_what_a_flag_sets(checkpoint, monkeypatch):
     options = started(monkeypatch, "--model", str(checkpoint("llama")))
     assert options.router_config(0, "", "n", "s").max_choices == 5
     assert options.worker_config("decode", "", "n", "s").engine.kv_memory_bytes == 32 << 20
+
+
+def test_a_flag_wins_over_a_variable_in_the_processes_too(checkpoint, monkeypatch):
+    """Those read their environment after their files: what `baton up` has read from it is not handed on."""
+    monkeypatch.setenv("BATON_HTTP_PORT", "18001")
+    monkeypatch.setenv("BATON_NAMESPACE", "elsewhere")
+    monkeypatch.setenv("BATON_ENGINE", '{"threads": 2}')
+    monkeypatch.setenv("BATON_REDIS_PASSWORD", "of another")
+    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # Kubernetes' own, beside a Service called baton
+    monkeypatch.setenv("BATON_FAULT_ORDERS", "/a/test's/own")
+    options = started(monkeypatch, str(checkpoint("llama")), "--http-port", "18005", "--routers", "2")
+    assert [options.router_config(index, "", "n", "s").http_port for index in (0, 1)] == [18005, 18006]
+    assert options.router_config(0, "redis://r", "n", "s").redis_password == ""
+    assert options.worker_config("decode", "", "n", "s").engine.threads == 2
+    assert [one for one in os.environ if one.startswith("BATON_")] == ["BATON_FAULT_ORDERS"]
+
+
+def test_a_variable_gives_the_ports_of_all_routers(checkpoint, monkeypatch):
+    monkeypatch.setenv("BATON_HTTP_PORT", "18001")
+    monkeypatch.setenv("BATON_MODEL_ALIASES", '["one", "two"]')
+    options = started(monkeypatch, str(checkpoint("llama")), "--routers", "2")
+    assert [options.router_config(index, "", "n", "s").http_port for index in (0, 1)] == [18001, 18002]
+    assert options.router_config(0, "", "n", "s").model_aliases == ("one", "two")
+
+
+WRONG_VARIABLES = {
+    ("BATON_ENGINE", '{"dtype": "bf17"}'): "BATON_ENGINE: dtype: Input should be 'auto', 'float32' or",
+    ("BATON_ENGINE", '{"dtype": '): "BATON_ENGINE must be JSON, as {…} or […]",
+    ("BATON_ENGINE", "[]"): "BATON_ENGINE: Input must be JSON, as {…}",
+    ("BATON_ENGINE__DTYPE", "bf17"): "BATON_ENGINE__DTYPE: Input should be 'auto', 'float32' or",
+    ("BATON_ENGINE__DTIPE", "bf17"): "BATON_ENGINE__DTIPE: there is no setting engine.dtipe; write engine.dtype",
+    ("BATON_MAX_ATTEMPTS", "x"): "BATON_MAX_ATTEMPTS: Input should be a valid integer",
+    ("BATON_ENGINE__MODEL", "/m"): "BATON_ENGINE__MODEL is set, which baton up does not read: unset it, and use baton",
+    ("BATON_TLS_KEY", "/m"): "unset it, and use --certs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", WRONG_VARIABLES)
+def test_a_wrong_variable_is_named_before_anything_starts(variable, checkpoint, monkeypatch):
+    monkeypatch.setenv(*variable)
+    monkeypatch.setattr(up, "run", lambda options: pytest.fail("a cluster was started"))
+    result = CliRunner().invoke(app, ["up", str(checkpoint("llama"))])
+    assert isinstance(result.exception, ConfigError)
+    assert WRONG_VARIABLES[variable] in result.exception.message
 
 
 def test_a_router_takes_them_too(checkpoint, monkeypatch, redis_url):

@@ -78,3 +78,16 @@ def test_a_report_that_does_not_fit_the_disk_is_named(router, monkeypatch, capsy
     printed = capsys.readouterr()
     assert "requests" in printed.out, "the figures are printed all the same"
     assert printed.err == "baton: /dev/full cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_help_shows_whole_names_of_flags_in_a_narrow_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["baton", "up", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    rows = [
+        row[1:].split("  ")[0].strip(" │") for row in capsys.readouterr().out.splitlines() if row[:1] == "│"
+    ]
+    assert not [row for row in rows if row.endswith("…")]
+    assert "--require-client-certs" in "".join(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import up
 from tests.harness.waiting import wait_for
 
 ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -90,3 +92,32 @@ def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
     process.terminate()
     process.wait(30.0)
     assert (tmp_path / "stopped").exists()
+
+
+def test_a_signal_whose_exception_is_dropped_stops_the_cluster_too(monkeypatch):
+    """Python drops it in finalizers and in hooks after a fork; later signals are ignored."""
+    seen: list[str] = []
+
+    class Cluster:
+        def __init__(self, options: object, progress: object) -> None:
+            pass
+
+        def start(self) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+
+        def watch(self) -> list[str]:
+            raise AssertionError("the cluster goes on")
+
+        def stop(self) -> None:
+            seen.append("stopped")
+
+    before = {number: signal.getsignal(number) for number in up.ENDINGS}
+    monkeypatch.setattr(up, "LocalCluster", Cluster)
+    monkeypatch.setattr(up, "ready_lines", lambda state, options: [])
+    try:
+        up.run(None)  # type: ignore[arg-type]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == ["stopped"]

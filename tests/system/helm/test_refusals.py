@@ -61,6 +61,8 @@ def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) 
         {"decode": {"resources": {"limits": {"memory": "lots"}}}},
         {"redis": {"resources": {"requests": {"cpu": "1 core"}}}},
         {"ray": {"mode": "kube"}},
+        {"router": None},
+        {"prefill": {"pod": None}},
     ],
     ids=str,
 )
