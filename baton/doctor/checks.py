@@ -177,14 +177,14 @@ def _permissions(facts: Facts) -> Finding:
         return Finding("missing", found, "an administrator installs it, or grants these")
     if any(one.allowed is None for one in facts.permissions):
         return _unknown(facts, "permissions")
-    operators = (KUBERAY, *PROMETHEUS, RULES, *CERT_MANAGER)
+    operators = (KUBERAY, *GROUPS, *GATEWAY, *PROMETHEUS, RULES, *CERT_MANAGER)
     # Rights to kinds that this cluster does not have are not needed.
     optional = [
         one for one in denied if one.full_name not in operators or facts.crds.get(one.full_name) is not None
     ]
     if optional:
         names = ", ".join(f"{one.verb} {one.full_name}" for one in optional)
-        features = ", ".join(dict.fromkeys(one.feature for one in optional))
+        features = ", ".join(dict.fromkeys(feature for one in optional for feature in one.features))
         advice = f"the values below do without {features}; an administrator may grant these"
         return Finding("warning", f"may not {names}", advice)
     return Finding("ok", f"may create what the chart has, in {facts.namespace}")

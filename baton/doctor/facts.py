@@ -86,8 +86,8 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Right:
-    """An action of an install. `feature`: the values that need it; empty: every install. Rights to objects without a
-    namespace are asked for without one: an administrator of one namespace may create none of them."""
+    """An action of an install. `feature`: the values that need it, separated by ", "; empty: every install. Rights to
+    objects without a namespace are asked for without one: an administrator of one namespace may create none of them."""
 
     group: str
     resource: str
@@ -98,6 +98,10 @@ class Right:
     @property
     def full_name(self) -> str:
         return f"{self.resource}.{self.group}" if self.group else self.resource
+
+    @property
+    def features(self) -> list[str]:
+        return self.feature.split(", ")
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,10 @@ class Facts:
     def may(self, *names: str) -> bool:
         """Whether no action on these objects (by full name) is known to be forbidden."""
         return not any(one.allowed is False and one.full_name in names for one in self.permissions)
+
+    def may_have(self, feature: str) -> bool:
+        """Whether no action that these values need is known to be forbidden."""
+        return not any(one.allowed is False and feature in one.features for one in self.permissions)
 
     def gpu_kinds(self) -> Counter[tuple[str, str]]:
         """Count GPUs of usable nodes by (product, resource)."""
@@ -169,10 +177,14 @@ RIGHTS = (
     Right(_RBAC, "clusterrolebindings", feature="topology.enabled", has_namespace=False),
     # Kubernetes lets no one grant rights that they lack.
     Right("", "nodes", "get", feature="topology.enabled", has_namespace=False),
-    Right(_RBAC, "roles", feature="autoscaling.enabled"),
-    Right(_RBAC, "rolebindings", feature="autoscaling.enabled"),
+    Right(_RBAC, "roles", feature="peerExits.enabled, autoscaling.enabled"),
+    Right(_RBAC, "rolebindings", feature="peerExits.enabled, autoscaling.enabled"),
+    Right("", "pods", "get", feature="peerExits.enabled"),
+    Right("", "pods", "list", feature="autoscaling.enabled"),
     Right("autoscaling", "horizontalpodautoscalers", feature="router.autoscaling.enabled"),
     *_of((KUBERAY,), "ray.mode kuberay"),
+    *_of(GROUPS, "multiNode.by leaderWorkerSet"),
+    *_of(GATEWAY, "routes of a Gateway"),
     *_of(PROMETHEUS, "observability.monitors.enabled"),
     *_of((RULES,), "observability.rules.enabled"),
     *_of(CERT_MANAGER, "tls.source certManager"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import urllib3
-import yaml
 from kubernetes import client
 from kubernetes import config as kubernetes_config
 
@@ -17,6 +16,9 @@ from cluster.errors import ConfigError, UnavailableError
 from cluster.kubernetes.api import default_files, open_api
 
 T = TypeVar("T")
+_FAILURES = (client.ApiException, urllib3.exceptions.HTTPError, OSError)
+# What the library raises at an answer that has not the form of its kind: a page of a proxy, for example
+_MALFORMED = (ValueError, TypeError, AttributeError, KeyError)
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 
 
@@ -25,12 +27,6 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
     """Return an API client by the named kubeconfig, the default one, or the pod's service account. Raises ConfigError."""
     try:
         opened = open_api(kubeconfig, context, as_user=True)
-    # The library checks little
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"no way to a cluster: the kubeconfig is not in kubectl's form: {' '.join(str(error).split())}",
-            field="kubeconfig",
-        ) from error
     except (kubernetes_config.ConfigException, OSError) as error:
         raise ConfigError(
             f"no way to a cluster: {_where(kubeconfig)} ({str(error).rstrip('.')}); name a file with --kubeconfig",
@@ -62,9 +58,15 @@ class Reader:
         """`permissions`: ask what this account may create."""
         try:
             version = client.VersionApi(self._api).get_code(_request_timeout=self._seconds).git_version
-        except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+        except _FAILURES as error:
             raise UnavailableError(
                 f"the Kubernetes API does not answer: {_short(error)}", field="kubeconfig"
+            ) from error
+        except _MALFORMED as error:
+            raise UnavailableError(
+                f"what answers at {self._api.configuration.host} is no Kubernetes API, but perhaps a proxy: "
+                "check the server in the kubeconfig",
+                field="kubeconfig",
             ) from error
         return Facts(
             version=version,
@@ -79,9 +81,11 @@ class Reader:
     def _ask(self, what: str, read: Callable[[], T], nothing: T) -> T:
         try:
             return read()
-        except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+        except _FAILURES as error:
             self._unread[what] = _short(error)
-            return nothing
+        except _MALFORMED as error:
+            self._unread[what] = f"an answer of another form ({type(error).__name__})"
+        return nothing
 
     def _all(self, list_some: Callable[..., Any]) -> Iterator[Any]:
         """List objects page by page, because clusters have thousands of nodes."""

@@ -18,12 +18,6 @@ from baton.doctor.facts import (
 )
 from baton.doctor.pods import Values, blocking, pods_of, without_room
 
-_TOPOLOGY = (
-    "clusterroles.rbac.authorization.k8s.io",
-    "clusterrolebindings.rbac.authorization.k8s.io",
-    "nodes",
-)
-
 
 @dataclass(frozen=True)
 class _Size:
@@ -65,8 +59,10 @@ def _operators(facts: Facts) -> Values:
         values["observability"] = {name: {"enabled": True} for name, there in observability.items() if there}
     # Reading labels of nodes needs a cluster role, and there may be no labels.
     labelled = any(label in node.labels for node in facts.nodes for label in (ZONE_LABEL, CLIQUE_LABEL))
-    if not labelled or not facts.may(*_TOPOLOGY):
+    if not labelled or not facts.may_have("topology.enabled"):
         values["topology"] = {"enabled": False}
+    if not facts.may_have("peerExits.enabled"):
+        values["peerExits"] = {"enabled": False}
     return values
 
 

@@ -7,6 +7,7 @@ that task instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ VARIABLE = "BATON_SCALED_POOLS"
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
 SHUTDOWN_SECONDS = 30.0
+CONTROLLER_SECONDS = 60.0  # one that Ray starts again needs some
 
 
 def deploy(
@@ -42,6 +44,8 @@ def deploy(
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
     from ray.serve.api import _run
 
+    _check(stop)
+    _reach_controller(stop)
     _check(stop)
     serve.start(proxy_location="Disabled")
     _check(stop)
@@ -105,17 +109,56 @@ def shutdown() -> None:
     """End the pools and this process's connection to Ray. Raises SetupError if Serve's controller is still there after
     SHUTDOWN_SECONDS: `serve.shutdown` would say that there is nothing to shut down, and return."""
     import ray
-    from ray.serve.context import _disconnect, _get_global_client
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     deadline = time.monotonic() + SHUTDOWN_SECONDS
-    while (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
+    while (controller := _controller()) is not None:
         if (left := deadline - time.monotonic()) <= 0:
             raise SetupError(
                 f"Serve's controller has not ended them within {SHUTDOWN_SECONDS:.0f} s: it hangs; end the process "
                 "ray::ServeController, which Ray starts again, then run Ray's `serve shutdown`",
                 field="ray_address",
             )
-        client.shutdown(left)  # returns if the time is over, and if the controller ends, be it to start again
-        _disconnect()  # type: ignore[no-untyped-call]  # the next turn looks for it by its name
+        # It answers when it has ended them, or ends itself, be it to start again: the next turn looks.
+        with contextlib.suppress(GetTimeoutError, RayActorError):
+            ray.get(controller.graceful_shutdown.remote(), timeout=left)
         time.sleep(POLL_SECONDS)
     ray.shutdown()
+
+
+def _controller() -> Any:
+    """Serve's controller, by its name alone, which Ray's head answers; None if there is none. Serve's own client asks the
+    controller itself when it is made, without a limit of time, and would wait for one that hangs."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _reach_controller(stop: threading.Event) -> None:
+    """Wait for a controller that exists, as Serve's start would without a limit. Raises SetupError if it does not answer,
+    or `stop` is set meanwhile."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    if (controller := _controller()) is None:
+        return
+    answer = controller.check_alive.remote()
+    deadline = time.monotonic() + CONTROLLER_SECONDS
+    while True:
+        try:
+            ray.get(answer, timeout=POLL_SECONDS)
+            return
+        except RayActorError:  # it ends: Serve starts another
+            return
+        except GetTimeoutError:
+            _check(stop)
+        if time.monotonic() > deadline:
+            raise SetupError(
+                f"Serve's controller has not responded for {CONTROLLER_SECONDS:.0f} s: it hangs; end the process "
+                "ray::ServeController, which Ray starts again",
+                field="ray_address",
+            )

@@ -2,7 +2,9 @@
 
 A comment right above a key is its description; in it, a line `# @ minimum: 1, enum: [a, b]` adds JSON Schema
 keywords. Types come from the defaults. A mapping that has a `type` or `additionalProperties` of its own is a value
-as a whole; every other mapping accepts its own keys and no others.
+as a whole; every other mapping accepts its own keys and no others, but for one with `additionalProperties: true`. No key
+may be missing whose value is not null: Helm takes a key away that is set to null, and `--reuse-values` has none of those
+that are newer than the release.
 
     python deploy/helm/generate.py [--check]
 """
@@ -30,14 +32,12 @@ TYPES = {
 }
 
 
-# What `# @ resources: true` stands for, a container's resources. Kubernetes too refuses an amount that is no quantity, but
-# names the object's field and not the value that it came from.
+# What `# @ quantity: true` stands for, an amount, and `# @ resources: true`, a container's resources. Kubernetes too
+# refuses an amount that is no quantity, but names the object's field and not the value that it came from.
+_QUANTITY = "^[0-9]*[.]?[0-9]+([eE][-+]?[0-9]+|[numkMGTPE]|[KMGTPE]i)?$"
 _AMOUNTS = {
     "type": "object",
-    "additionalProperties": {
-        "type": ["string", "number"],
-        "pattern": "^[0-9]*[.]?[0-9]+([eE][-+]?[0-9]+|[numkMGTPE]|[KMGTPE]i)?$",
-    },
+    "additionalProperties": {"type": ["string", "number"], "pattern": _QUANTITY},
 }
 _RESOURCES = {
     "type": "object",
@@ -95,7 +95,7 @@ def _children(
 def _value(node: yaml.Node, default: Any, path: tuple[str, ...], line: int, lines: list[str]) -> Value:
     description, keywords = _comment(lines, line, path)
     value = Value(path, default, description, keywords, id(node))
-    whole = "type" in keywords or "additionalProperties" in keywords
+    whole = "type" in keywords or keywords.get("additionalProperties", True) is not True
     if isinstance(node, yaml.MappingNode) and node.value and not whole:
         value.children = _children(node, default, path, lines)
     elif "type" not in keywords:
@@ -126,6 +126,8 @@ def _comment(lines: list[str], line: int, path: tuple[str, ...]) -> tuple[str, d
             words.append(text.lstrip("# "))
     if keywords.pop("resources", False):
         keywords |= _RESOURCES
+    if keywords.pop("quantity", False):
+        keywords["pattern"] = _QUANTITY
     return " ".join(words), keywords
 
 
@@ -152,9 +154,18 @@ def make_schema(values: list[Value]) -> dict[str, Any]:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the Baton chart. Made by `make chart` from values.yaml.",
         **_object(values, shared),
+        # Beside the properties, because `models` refers to these for what is set of them.
+        "allOf": [_complete(values)],
         "definitions": definitions,
         "allOf": [_sections(values)],
     }
+
+
+def _complete(values: list[Value]) -> dict[str, Any]:
+    """Every key is there that templates read without asking whether it is."""
+    needed = [value.path[-1] for value in values if "null" not in value.keywords.get("type", ())]
+    below = {value.path[-1]: _complete(value.children) for value in values if value.children}
+    return {"required": needed, **({"properties": below} if below else {})}
 
 
 def _count(values: list[Value], seen: dict[int, list[Value]]) -> None:
@@ -182,7 +193,7 @@ def _schema(value: Value, shared: dict[int, str]) -> dict[str, Any]:
     about = {"description": value.description} if value.description else {}
     if value.is_leaf:
         return {**about, **value.keywords, "default": value.default}
-    return {**about, **_object(value.children, shared)}
+    return {**about, **_object(value.children, shared), **value.keywords}
 
 
 # --- README.md -------------------------------------------------------------------------------------------------

@@ -30,8 +30,9 @@ def connect(kubeconfig: Path | None) -> client.ApiClient:
     """Connect by a kubeconfig or the pod's service account. Raises SetupError."""
     try:
         api: client.ApiClient = open_api(kubeconfig)
-    except kubernetes_config.ConfigException as error:
-        raise SetupError(f"not in a cluster: {error}; name a --kubeconfig", field="kubeconfig") from error
+    except (kubernetes_config.ConfigException, OSError) as error:
+        where = "not in a cluster" if kubeconfig is None else f"--kubeconfig {kubeconfig} cannot be used"
+        raise SetupError(f"{where}: {error}; name a --kubeconfig", field="kubeconfig") from error
     return api
 
 

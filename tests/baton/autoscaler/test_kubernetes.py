@@ -351,3 +351,15 @@ def test_a_namespace_that_cannot_be_read_is_not_default(
     with pytest.raises(SetupError, match="the pod's namespace is unknown") as caught:
         own_namespace()
     assert caught.value.field == "kubernetes_namespace"
+
+
+@pytest.mark.parametrize("content", ["clusters: [1", "[]", "clusters: 3", None])
+def test_a_file_that_is_no_kubeconfig_is_said_in_one_sentence(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "kubeconfig"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    with pytest.raises(SetupError, match=f"--kubeconfig {file} cannot be used: ") as raised:
+        connect(file)
+    assert raised.value.field == "kubeconfig"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli.drain import Process
+from baton.cli.drain import Drainer, Process
 from baton.cli.main import app
-from cluster.errors import ConfigError, UnavailableError
+from cluster.config.shared import ClusterFields
+from cluster.errors import ConfigError, DeadlineError, UnavailableError
+from cluster.membership.types import WorkerInfo
 
 UNREACHABLE = "redis://127.0.0.1:1"
 GOES = "import threading; print('up', flush=True); threading.Event().wait()"
@@ -78,3 +82,66 @@ def test_a_drain_without_a_reachable_worker_is_an_error() -> None:
     for arguments in ([], ["decode-0", "--self"], ["decode-0"]):
         failed = drain(*arguments)
         assert isinstance(failed.exception, ConfigError), failed.output
+
+
+def worker(**facts: Any) -> WorkerInfo:
+    of = {"worker_id": "decode-0", "epoch": 1, "slot": 0, "role": "decode", "model_id": "m", "address": "h:1"}
+    more = {"metrics_address": "h:2", "layout": b"", "place": "", "host": "here", "max_model_len": 1}
+    return WorkerInfo(**{**of, **more, "blocks_total": 1, "process": "one", "state": "draining", **facts})
+
+
+class Registry(Drainer):
+    """A cluster whose workers are as listed, from one look to the next; the last one stays."""
+
+    def __init__(self, *seen: list[WorkerInfo]):
+        self.said: list[str] = []
+        self.told: list[tuple[str, str]] = []
+        self._seen = list(seen)
+        super().__init__(ClusterFields(redis_url="redis://x"), self.said.append)
+
+    def workers(self) -> list[WorkerInfo]:
+        return self._seen.pop(0) if len(self._seen) > 1 else self._seen[0]
+
+    def tell(self, worker_ids: Any, then: Any) -> None:
+        self.told += [(one, then) for one in worker_ids]
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([], "decode-0 has left"),
+        ([worker(process="another", state="ready")], "decode-0 has left"),  # it has started again meanwhile
+        ([worker(lease="dead")], "decode-0 is dead: it ended without leaving,"),
+    ],
+)
+def test_a_worker_that_has_gone_ends_the_wait(after: list[WorkerInfo], said: str) -> None:
+    registry = Registry([worker()], [worker()], after)
+    registry.wait(["decode-0"], 20.0, "exit", lambda _: None)
+    assert [line.partition(" after")[0] for line in registry.said] == [said]
+    assert not registry.told
+
+
+def test_a_worker_whose_mark_redis_has_lost_is_marked_again() -> None:
+    registry = Registry([worker()], [worker(state="ready")], [])
+    registry.wait(["decode-0"], 20.0, "stay", lambda _: None)
+    assert registry.told == [("decode-0", "stay")]
+    with pytest.raises(DeadlineError, match="decode-0 still draining after 0 s"):
+        Registry([worker()]).wait(["decode-0"], 0.0, "exit", lambda _: None)
+
+
+def test_workers_of_this_host_are_those_that_live() -> None:
+    host = socket.gethostname()
+    of_host = [
+        worker(worker_id=f"w-{lease}", host=host, lease=lease) for lease in ("live", "suspect", "dead")
+    ]
+    assert Registry([*of_host, worker(host="elsewhere")]).on_this_host() == ["w-live", "w-suspect"]
+
+
+def test_a_pod_that_ends_keeps_ray_from_starting_its_worker_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pod of KubeRay the replica would be started anew for the rest of the grace period."""
+    registry = Registry([worker(host=socket.gethostname())])
+    monkeypatch.setattr("baton.cli.drain.Drainer", lambda *_: registry)
+    assert drain("--self", "--redis-url", "redis://x").exit_code == 0
+    assert registry.told == [("decode-0", "stay")]
+    assert drain("decode-0", "--redis-url", "redis://x").exit_code == 0
+    assert registry.told[1:] == [("decode-0", "exit")]

@@ -251,6 +251,14 @@ def test_a_new_keys_limits_are_in_its_entry():
     assert (entry["max_concurrent_requests"], entry["weight"]) == (2, 3)
 
 
+def test_a_new_keys_limit_of_0_is_the_default_but_no_weight_is_0():
+    result = CliRunner().invoke(app, ["keys", "new", "--tenant", "acme", "--requests-per-minute", "0"])
+    (entry,) = yaml.safe_load(result.output)
+    assert "requests_per_minute" not in entry
+    refused = CliRunner().invoke(app, ["keys", "new", "--tenant", "acme", "--weight", "0"])
+    assert isinstance(refused.exception, ConfigError) and "weight" in str(refused.exception)
+
+
 def test_a_keys_own_limits_go_before_the_routers():
     config = RouterConfig(model="m", requests_per_minute_per_tenant=30, tokens_per_minute_per_tenant=5000)
     gateway: Any = SimpleNamespace(config=config)

@@ -20,7 +20,7 @@ from baton.cli import pools
 from baton.cli.pools import beside, with_secrets
 from baton.ray_pools import deploy
 from baton.ray_pools.serve_app import AppArguments, build
-from cluster.errors import ConfigError, SetupError, UnavailableError
+from cluster.errors import ConfigError, DeadlineError, SetupError, UnavailableError
 
 OURS = {
     "proxy_location": "Disabled",
@@ -33,6 +33,8 @@ def test_secrets_come_from_the_environment_only() -> None:
     assert made["applications"][0]["runtime_env"] == {
         "env_vars": {"BATON_SECRET": "s", "BATON_REDIS_URL": "redis://r"}
     }
+    also = {"BATON_SECRET": "s", "BATON_REDIS_URL": "redis://r", "BATON_INDEX_URL": "redis://i"}
+    assert with_secrets(OURS, also)["applications"][0]["runtime_env"] == {"env_vars": also}
     with pytest.raises(ConfigError, match="BATON_REDIS_URL is not set"):
         with_secrets(OURS, {"BATON_SECRET": "s"})
 
@@ -49,6 +51,28 @@ def test_applications_of_others_stay() -> None:
     assert beside(details, OURS) == {"applications": [theirs, *OURS["applications"]]}
     assert beside(details, {"applications": []}, without="baton") == {"applications": [theirs]}
     assert beside({"applications": {}}, OURS) == OURS
+
+
+def wait_running(monkeypatch: pytest.MonkeyPatch, *states: str, seconds: float = 20.0) -> None:
+    """By a dashboard that shows these states, of which the last one stays."""
+    shown = list(states)
+
+    def details() -> dict[str, Any]:
+        status = shown.pop(0) if len(shown) > 1 else shown[0]
+        return {"applications": {"baton": {"status": status, "message": "no GPU"}} if status else {}}
+
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.0)
+    pools._wait_running("http://h:1", SimpleNamespace(get_serve_details=details), ["baton"], seconds)
+
+
+def test_an_application_is_waited_for_until_it_runs_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_running(monkeypatch, "", "DEPLOYING", "RUNNING")
+    for failure in ("DEPLOY_FAILED", "UNHEALTHY"):
+        with pytest.raises(SetupError, match="baton does not start: no GPU"):
+            wait_running(monkeypatch, "DEPLOYING", failure)
+    with pytest.raises(DeadlineError, match="did not run within 0 s") as raised:
+        wait_running(monkeypatch, "DEPLOYING", seconds=0.0)
+    assert raised.value.field == "seconds"
 
 
 def test_arguments_are_checked_by_name() -> None:
@@ -107,24 +131,44 @@ def test_an_end_that_blocks_while_the_head_responds_has_a_deadline(
     never.set()
 
 
+class NoAnswer(Exception):
+    """As Ray's GetTimeoutError."""
+
+
 class Serve:
-    """Serve's controller: found by its name until `turns` shutdowns have been asked for."""
+    """Serve's controller: found by its name until `turns` shutdowns were asked for. One that hangs answers nothing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, turns: float):
-        self.turns, self.asked, self.is_connected = turns, 0, True
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, turns: float, *, hangs: bool = False):
+        self.turns, self.asked, self.is_connected, self.hangs = turns, 0, True, hangs
         monkeypatch.setattr(deploy, "POLL_SECONDS", 0.0)
-        context = SimpleNamespace(_get_global_client=self.client, _disconnect=lambda: None)
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=self.disconnect))
-        monkeypatch.setitem(sys.modules, "ray.serve.context", context)
+        modules = {
+            "ray": {"shutdown": self.disconnect, "get_actor": self.find, "get": self.answer},
+            "ray.exceptions": {"GetTimeoutError": NoAnswer, "RayActorError": ConnectionError},
+            "ray.serve._private.constants": {"SERVE_CONTROLLER_NAME": "it", "SERVE_NAMESPACE": "serve"},
+        }
+        for name, content in modules.items():
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
 
-    def client(self, *, raise_if_no_controller_running: bool) -> Serve | None:
-        assert not raise_if_no_controller_running
-        return self if self.asked < self.turns else None
+    def find(self, name: str, namespace: str) -> SimpleNamespace:
+        assert (name, namespace) == ("it", "serve")
+        if self.asked >= self.turns:
+            raise ValueError("no such actor")
+        calls = ("graceful_shutdown", "check_alive")
+        return SimpleNamespace(
+            **{name: SimpleNamespace(remote=lambda name=name: self.ask(name)) for name in calls}
+        )
 
-    def shutdown(self, seconds: float) -> None:
-        """Ray's returns, too, when the controller has neither ended the pools nor ended itself."""
-        assert 0 < seconds <= deploy.SHUTDOWN_SECONDS
-        self.asked += 1
+    def ask(self, name: str) -> str:
+        self.asked += name == "graceful_shutdown"
+        return name
+
+    def answer(self, call: str, *, timeout: float) -> None:
+        """Never without a limit."""
+        assert 0 <= timeout <= deploy.SHUTDOWN_SECONDS
+        if self.hangs:
+            raise NoAnswer
+        if call == "graceful_shutdown":
+            raise ConnectionError("it has ended")
 
     def disconnect(self) -> None:
         self.is_connected = False
@@ -147,13 +191,31 @@ def test_a_controller_that_hangs_fails_the_end_of_the_pools(
     monkeypatch.setattr(atexit, "register", handlers.append)
     monkeypatch.setattr("cluster.ray_head.RayHeadWatch._run", lambda _: None)  # as while the head responds
     monkeypatch.setattr(deploy, "SHUTDOWN_SECONDS", 0.01)
-    Serve(monkeypatch, math.inf)
+    Serve(monkeypatch, math.inf, hangs=True)
     watch: Any = SimpleNamespace(why_silent="", close=lambda: None)
     pools._disconnect("h:1", watch)
     assert handlers == [pools._exit_at_once]
     said = capsys.readouterr().out
     assert "the pools stay as they are: Serve's controller has not ended them within" in said
     assert "ray::ServeController" in said
+
+
+def test_a_controller_that_hangs_fails_a_deployment_before_serve_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop = threading.Event()
+    Serve(monkeypatch, 0)
+    deploy._reach_controller(stop)  # there is none
+    Serve(monkeypatch, 1)
+    deploy._reach_controller(stop)
+    monkeypatch.setattr(deploy, "CONTROLLER_SECONDS", 0.01)
+    Serve(monkeypatch, 1, hangs=True)
+    with pytest.raises(SetupError, match=r"Serve's controller has not responded .* ray::ServeController"):
+        deploy._reach_controller(stop)
+    monkeypatch.setattr(deploy, "CONTROLLER_SECONDS", math.inf)
+    stop.set()
+    with pytest.raises(SetupError, match="the deployment of the pools was stopped"):
+        deploy._reach_controller(stop)
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -186,6 +248,33 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     assert signal.SIGTERM in handled, "behind Ray's, which would abort the process while the pools end"
 
 
+@pytest.mark.parametrize("deployed", [True, False])
+def test_pools_that_run_already_are_only_kept_and_ended(
+    deployed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure of Ray's own is a sentence, and ends what was deployed so far."""
+    calls: list[str] = []
+
+    def deploy(*_: object) -> None:
+        calls.append("deploy")
+        raise RuntimeError("no room")
+
+    def connected(address: str, stop: threading.Event) -> str:
+        stop.set()
+        return "h:1"
+
+    (tmp_path / "pools").write_text("{}")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pools, "_connect", connected)
+    monkeypatch.setattr(pools, "_pools", lambda described: {})
+    monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: None)
+    monkeypatch.setattr(pools, "_deploy", deploy)
+    monkeypatch.setattr(pools, "_disconnect", lambda *_: calls.append("end"))
+    with nullcontext() if deployed else pytest.raises(SetupError, match="the pools did not start: no room"):
+        pools.pools(tmp_path / "pools", deployed=deployed)
+    assert calls == (["end"] if deployed else ["deploy", "end"])
+
+
 def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(address: str, stop: threading.Event) -> str:
         stop.set()
@@ -199,7 +288,7 @@ def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("at", ["before", "start", "ask", "status", "never"])
+@pytest.mark.parametrize("at", ["before", "reach", "start", "ask", "status", "never"])
 def test_nothing_is_deployed_once_a_signal_has_come(
     at: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,11 +314,12 @@ def test_nothing_is_deployed_once_a_signal_has_come(
     monkeypatch.setitem(
         sys.modules, "ray.serve._private.api", SimpleNamespace(_get_global_client=lambda: client)
     )
+    monkeypatch.setattr(deploy, "_reach_controller", lambda stop: did("reach"))
     monkeypatch.setattr(deploy, "application", lambda *_: None)
     monkeypatch.setattr(deploy, "_deploy_scaled", lambda *_: did("ask"))
     monkeypatch.setattr(deploy, "POLL_SECONDS", 0)
     did("before")
     with nullcontext() if at == "never" else pytest.raises(SetupError, match="was stopped"):
         deploy.deploy({}, {}, ServeAutoscalingConfig() if scaled else None, stop)
-    whole = ["before", "start", "ask", "status", "status", "status"]
+    whole = ["before", "reach", "start", "ask", "status", "status", "status"]
     assert calls == (whole if at == "never" else whole[: whole.index(at) + 1 + (at == "ask")])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import kubernetes.client
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -119,6 +123,15 @@ def test_rights_are_not_checked_without_a_redis(tmp_path: Path) -> None:
         CliRunner().invoke(app, flags, catch_exceptions=False)
 
 
+def kubeconfig(address: str) -> dict[str, Any]:
+    return {
+        "clusters": [{"name": "c", "cluster": {"server": address}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+
+
 def test_a_missing_cluster_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as missing, connect(tmp_path / "none", ""):
         raise AssertionError("there is no such file")
@@ -127,18 +140,69 @@ def test_a_missing_cluster_is_reported_in_one_sentence(tmp_path: Path) -> None:
         sock.bind(("127.0.0.1", 0))
         unreachable = f"http://127.0.0.1:{sock.getsockname()[1]}"
         file = tmp_path / "kubeconfig"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "clusters": [{"name": "c", "cluster": {"server": unreachable}}],
-                    "users": [{"name": "u", "user": {"token": "t"}}],
-                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-                    "current-context": "x",
-                }
-            )
-        )
+        file.write_text(yaml.safe_dump(kubeconfig(unreachable)))
         with connect(file, "") as api, pytest.raises(UnavailableError, match="does not answer"):
             Reader(api, "default", 2.0).read()
+
+
+class Page(BaseHTTPRequestHandler):
+    """Answers every request alike, as a proxy does that wants a password first."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def page(content: bytes, tmp_path: Path) -> Iterator[Path]:
+    """A server of it, as a kubeconfig names it."""
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), type("Answer", (Page,), {"content": content}))
+    thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
+    thread.start()
+    file = tmp_path / "kubeconfig"
+    file.write_text(yaml.safe_dump(kubeconfig(f"http://127.0.0.1:{listener.server_port}")))
+    try:
+        yield file
+    finally:
+        listener.shutdown()
+        listener.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("content", [b"<html>please log in</html>", b"{}", b"[]", b"null"])
+def test_what_is_no_kubernetes_api_is_said_in_one_sentence(content: bytes, tmp_path: Path) -> None:
+    with (
+        page(content, tmp_path) as file,
+        connect(file, "") as api,
+        pytest.raises(UnavailableError, match=r"127\.0\.0\.1:.* is no Kubernetes API") as raised,
+    ):
+        Reader(api, "default", 5.0).read()
+    assert raised.value.field == "kubeconfig"
+
+
+def test_objects_of_another_form_are_unknown(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are judged all the same."""
+    equip(server)
+    without_status = {"metadata": {"name": "odd"}, "spec": {}}
+    with connect(server.kubeconfig(tmp_path / "kubeconfig"), "") as api:
+        listed = kubernetes.client.V1NodeList(items=[kubernetes.client.V1Node.from_dict(without_status)])
+        monkeypatch.setattr("kubernetes.client.CoreV1Api.list_node", lambda *_, **__: listed)
+        facts = Reader(api, "default", 10.0).read()
+    found = {check.name: check for check in judge(facts)}
+    assert found["nodes"].found == "unknown: an answer of another form (AttributeError)"
+    assert found["KubeRay"].grade == "ok"
 
 
 def gpu_node(name: str, allocatable: dict[str, str], *taints: Taint, **more: Any) -> Node:
@@ -181,7 +245,8 @@ def test_an_old_version_and_an_old_operator_are_named() -> None:
 
 def test_without_cluster_roles_topology_is_off() -> None:
     node = gpu_node("a", {}, labels=H100)
-    denied = [Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)]
+    group = "rbac.authorization.k8s.io"
+    denied = [Permission(group, "clusterroles", feature="topology.enabled", allowed=False)]
     assert values_for(Facts("v1.34.0", "n", [node], permissions=denied))["topology"] == {"enabled": False}
     assert "topology" not in values_for(Facts("v1.34.0", "n", [node]))
 

@@ -156,6 +156,27 @@ def test_an_installer_without_access_to_nodes_cannot_grant_it(server: ApiServer,
     assert "topology.enabled" in found["permissions"].advice
 
 
+@pytest.mark.parametrize(
+    ("verb", "resource", "group"),
+    [
+        ("create", "roles", "rbac.authorization.k8s.io"),
+        ("create", "rolebindings", "rbac.authorization.k8s.io"),
+        ("get", "pods", ""),
+    ],
+)
+def test_an_installer_who_may_grant_no_role_gets_values_without_one(
+    verb: str, resource: str, group: str, server: ApiServer, tmp_path: Path
+) -> None:
+    """The chart's defaults have a Role for decode workers, which the installer must be able to grant."""
+    equip(server)
+    assert "peerExits" not in look(server, tmp_path)[1]
+    server.access.deny(verb, resource, group)
+    found, values, _ = look(server, tmp_path)
+    assert values["peerExits"] == {"enabled": False} and "topology" not in values
+    assert found["permissions"].grade == "warning"
+    assert "the values below do without peerExits.enabled" in found["permissions"].advice
+
+
 def test_an_administrator_of_one_namespace_creates_no_cluster_roles(
     server: ApiServer, tmp_path: Path
 ) -> None:

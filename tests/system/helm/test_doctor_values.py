@@ -50,7 +50,12 @@ CLUSTERS: dict[str, Facts] = {
         "v1.32.0",
         "serving",
         [GPU, CPU],
-        permissions=[Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)],
+        permissions=[
+            Permission(
+                "rbac.authorization.k8s.io", "clusterroles", feature="topology.enabled", allowed=False
+            ),
+            Permission("rbac.authorization.k8s.io", "roles", feature="peerExits.enabled", allowed=False),
+        ],
     ),
 }
 
@@ -91,6 +96,7 @@ def test_the_chart_renders_with_them(name: str, renderer: Renderer) -> None:
     assert ("ServiceMonitor" in kinds) == (PROMETHEUS[0] in facts.crds)
     has_zones = any(set(node.labels) & set(H100) for node in facts.nodes)
     assert ("ClusterRole" in kinds) == (has_zones and name != "few rights")
+    assert ("Role" in kinds) == (name != "few rights")
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -73,8 +73,6 @@ def test_missing_parts_of_an_install_are_reported(renderer: Renderer, tmp_path: 
     assert "Set decode.replicas to 2" in bare and "No API keys" in bare
     full, _ = _told(renderer, tmp_path, {**VALUE_SETS["own secrets"].values, "decode": {"replicas": 2}})
     assert "Set decode.replicas" not in full and "No API keys" not in full
-    secure, _ = _told(renderer, tmp_path, dict(VALUE_SETS["own certificates"].values))
-    assert "https://127.0.0.1:8000/v1" in secure
 
 
 def test_settings_that_leave_an_install_open_are_warned_of(renderer: Renderer, tmp_path: Path) -> None:
@@ -108,3 +106,12 @@ def test_nodes_of_an_external_ray_are_listed_with_their_mounts(renderer: Rendere
     assert "redis-tls at /etc/baton/redis-tls" in told
     assert "/opt/baton/demo-model" in told
     assert "Ray's nodes" not in _told(renderer, tmp_path, {})[0]
+
+
+def test_clients_are_told_of_certificates_where_there_are_some(renderer: Renderer, tmp_path: Path) -> None:
+    with_tls, _ = _told(renderer, tmp_path, dict(VALUE_SETS["own certificates"].values))
+    assert "baton chat --target localhost:50051 --tls-ca ca.crt" in with_tls
+    assert "https://localhost:8000/v1" in with_tls and "http://" not in with_tls
+    without, _ = _told(renderer, tmp_path, {})
+    assert "baton chat --target 127.0.0.1:50051, or any OpenAI client at http://127.0.0.1:8000/v1" in without
+    assert "tls-ca" not in without and "https://" not in without

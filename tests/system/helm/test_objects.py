@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.system.helm.rendering import Pod, Rendered, Renderer, ValueSet, pods_of, selects
-from tests.system.helm.value_sets import VALUE_SETS
+from tests.system.helm.value_sets import KUBERAY, VALUE_SETS
 
 pytestmark = pytest.mark.system
 LABEL = re.compile(r"^(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")
@@ -225,6 +225,34 @@ def test_a_changed_configuration_rolls_the_pods_it_concerns_and_no_others(render
     after = sums({"model": {"pageSize": 32}})
     changed = {component for component in before if before[component] != after[component]}
     assert changed == {"router", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("mode", ["none", "kuberay"])
+def test_pods_follow_a_changed_url_of_redis(mode: str, renderer: Renderer) -> None:
+    """It is in a Secret that they read when they start: some would stay at the Redis of before."""
+
+    def sums(**redis: Any) -> dict[str, str]:
+        values = {
+            "redis": {"enabled": False},
+            "externalRedis": {"url": "redis://all.example", **redis},
+            "ray": {"mode": mode, "gcsFaultTolerance": {"enabled": False}},
+            "autoscaling": {"enabled": True},
+            "tests": {"enabled": False},
+        }
+        pods = pods_of(renderer.render(ValueSet(values=values, apis=KUBERAY)))
+        return {pod.component: pod.annotations["checksum/config"] for pod in pods}
+
+    def changed(**redis: Any) -> set[str]:
+        after = sums(**redis)
+        return {component for component in before if before[component] != after[component]}
+
+    before = sums()
+    autoscaler = {"autoscaler"} if mode == "none" else set()
+    assert changed() == set()
+    assert changed(url="redis://other.example") == {"router", "prefill", "decode"} | autoscaler
+    assert changed(worker={"url": "redis://worker.example"}) == {"prefill", "decode"}
+    assert changed(router={"url": "redis://router.example"}) == {"router"}
+    assert changed(autoscaler={"url": "redis://autoscaler.example"}) == autoscaler
 
 
 def test_gpus_rdma_and_pinning_are_asked_for(renderer: Renderer) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.system.helm.refused import cluster, models, workers
 from tests.system.helm.refused.form import Refusals
 from tests.system.helm.rendering import CHART, Renderer, ValueSet
-from tests.system.helm.value_sets import CERTS
+from tests.system.helm.value_sets import CERTS, GROUPS
 
 pytestmark = pytest.mark.system
 
@@ -63,6 +63,14 @@ def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) 
         {"ray": {"mode": "kube"}},
         {"router": None},
         {"prefill": {"pod": None}},
+        {"redis": {"resources": None}},
+        {"fullnameOverride": "My_Baton"},
+        {"fullnameOverride": "2nd"},
+        {"redis": {"maxMemory": "512Mi"}},
+        {"prefill": {"shmSize": "8GB"}},
+        {"networkPolicy": {"apiServerPorts": []}},
+        {"apiKeys": {"key": "keys/all.yaml"}},
+        {"router": {"autoscaling": {"scaleDownStabilizationSeconds": 3601}}},
     ],
     ids=str,
 )
@@ -72,6 +80,94 @@ def test_the_schema_refuses_what_is_not_a_value(values: dict[str, Any], renderer
     assert "values don't meet the specifications of the schema" in rendered.error
 
 
+@pytest.mark.parametrize("release", ["baton.v2", "2nd-baton"])
+def test_a_release_whose_name_no_service_may_have_is_refused(release: str, renderer: Renderer) -> None:
+    """Names of releases may have dots, and a digit first."""
+    refused = renderer.run("template", release, str(CHART))
+    assert refused.returncode != 0
+    assert f"{release}, made from the release's name, can't begin names of Services" in refused.stderr
+    assert "set fullnameOverride, or install under another name" in refused.stderr
+    assert renderer.run("template", release, str(CHART), "--set", "fullnameOverride=baton").returncode == 0
+
+
+def test_what_redis_may_hold_is_compared_in_bytes(renderer: Renderer) -> None:
+    """Of units that differ in Redis's notation and in Kubernetes'."""
+    fit: list[dict[str, Any]] = [
+        {"maxMemory": "1g"},
+        {"maxMemory": "1023MB"},
+        {"maxMemory": "512mb", "resources": {"limits": {"memory": 536870913}}},
+        {"maxMemory": "5gb", "resources": {"limits": {"memory": None}}},
+    ]
+    for rendered in renderer.render_all([ValueSet(values={"redis": values}) for values in fit]):
+        assert rendered.code == 0, rendered.error
+
+
+def test_ports_that_share_no_pod_may_be_equal(renderer: Renderer) -> None:
+    fit: list[dict[str, Any]] = [
+        {"prefill": {"port": 6382}, "ray": {"joinWorkers": False}},
+        {"prefill": {"port": 6382}, "ray": {"mode": "none"}},
+        {"prefill": {"port": 50053}, "router": {"httpPort": 6381}},
+        {"ray": {"ports": {"nodeManager": 0, "objectManager": 0, "firstWorker": 0}}},
+    ]
+    for rendered in renderer.render_all([ValueSet(values=values) for values in fit]):
+        assert rendered.code == 0, rendered.error
+
+
+AT_THE_LIMIT: dict[str, ValueSet] = {
+    "numbers": ValueSet(
+        values={
+            "autoscaling": {
+                "enabled": True,
+                "gpuBudget": 16,
+                "prefill": {"minReplicas": 8},
+                "decode": {"minReplicas": 8},
+            },
+            "router": {
+                "autoscaling": {"enabled": True, "minReplicas": 8},
+                "drainDelaySeconds": 23,
+                "drainSeconds": 66,
+            },
+            "prefill": {"startupFailures": 120, "drainSeconds": 149},
+            "model": {"adapters": {"slots": 1, "source": "file:///a", "load": {"x": "x"}}},
+            "transfer": {"nixlPorts": {"first": 24999}},
+            "ray": {"ports": {"firstWorker": 10199}},
+            "tests": {"loadSeconds": 299},
+            "redis": {"maxMemory": "1023mb"},
+            "tls": {"enabled": True, "certManager": {"duration": "721h"}},
+        },
+        apis=CERTS,
+    ),
+    "a name with ranks": ValueSet(
+        values={
+            "fullnameOverride": "b" * (52 - len("-prefill-ranks")),
+            "prefill": {"nodes": 2, "tensorParallel": 2},
+        }
+    ),
+    "a name of a LeaderWorkerSet": ValueSet(
+        values={
+            "fullnameOverride": "b" * (48 - len("-decode-set")),
+            "decode": {"nodes": 2, "tensorParallel": 2},
+            "multiNode": {"by": "leaderWorkerSet"},
+        },
+        apis=GROUPS,
+    ),
+    "a name with a model": ValueSet(
+        values={
+            "fullnameOverride": "b" * (52 - len("-prefill-") - 20),
+            "models": [{"name": "m" * 20, "model": {"source": "file:///m"}}],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_LIMIT)
+def test_values_at_the_limit_are_not_refused(name: str, renderer: Renderer) -> None:
+    rendered = renderer.render(AT_THE_LIMIT[name])
+    assert rendered.code == 0, rendered.error
+
+
+# Of the release's name, above.
+OF_NAMES = "%s, made from the release's name"
 # Looked up in the cluster that is upgraded: tests/system/helm_life/test_instant.py
 OF_UPGRADES = "%s is of a release from before the link"
 
@@ -80,7 +176,7 @@ def test_every_check_of_the_chart_is_seen_here(renderer: Renderer) -> None:
     checks = "".join(file.read_text() for file in sorted((CHART / "templates").glob("_*.tpl")))
     messages = re.findall(r'fail \(?(?:printf )?"([^"]+)"', checks)
     assert len(messages) >= 30
-    messages = [message for message in messages if not message.startswith(OF_UPGRADES)]
+    messages = [message for message in messages if not message.startswith((OF_UPGRADES, OF_NAMES))]
     sets = [ValueSet(values=values) for values, _, _ in REFUSED.values()]
     sets += [ValueSet(values=values, apis=CERTS) for values in NEED_CERT_MANAGER]
     seen = [one.error for one in renderer.render_all(sets)]

@@ -1,6 +1,10 @@
 {{- /* What can't work is refused here; each message says what to change. */ -}}
 
 {{- define "baton.check" -}}
+{{- include "baton.checkNames" . }}
+{{- include "baton.checkLabels" (dict "root" .) }}
+{{- include "baton.checkRayPorts" . }}
+{{- include "baton.checkSizes" . }}
 {{- range $role := list "prefill" "decode" }}
 {{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
 {{- end }}
@@ -17,6 +21,7 @@
 {{- include "baton.checkNetwork" . }}
 {{- include "baton.checkRoutes" . }}
 {{- include "baton.checkGroups" . }}
+{{- include "baton.checkTests" . }}
 {{- end -}}
 
 {{- /* cluster/protocol/link.py: workers from before the link have no version in common with routers of today. */ -}}
@@ -104,6 +109,7 @@
 {{- if ne (len (uniq $ports)) 3 }}
 {{- fail (printf "%s.port, %s.linkPort and %s.metricsPort must differ: change one" $role $role $role) }}
 {{- end }}
+{{- include "baton.checkWorkerPorts" . }}
 {{- $bounds := index $values.autoscaling $role }}
 {{- if and $values.autoscaling.enabled (gt (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}
 {{- fail (printf "autoscaling.%s.minReplicas = %d is above maxReplicas = %d: lower one or raise the other" $role (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}
@@ -214,6 +220,10 @@
 {{- if and $tls.enabled (eq $tls.source "secrets") .Values.redis.enabled (not $tls.secrets.redis) }}
 {{- fail (printf "with tls.enabled the chart's Redis requires TLS: set tls.secrets.redis to an existing Secret (tls.crt for %s, tls.key, ca.crt), or use externalRedis" (include "baton.redisAddress" .)) }}
 {{- end }}
+{{- $manager := $tls.certManager }}
+{{- if and $tls.enabled (eq $tls.source "certManager") (ge (trimSuffix "h" $manager.renewBefore | int) (trimSuffix "h" $manager.duration | int)) }}
+{{- fail (printf "tls.certManager.renewBefore = %s is not below duration = %s: cert-manager would refuse the certificates; lower it" $manager.renewBefore $manager.duration) }}
+{{- end }}
 {{- if and $tls.enabled (eq $tls.source "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
 {{- fail "tls.source is certManager, but this cluster has no cert-manager.io/v1: install cert-manager, or set tls.source to secrets" }}
 {{- end }}
@@ -295,6 +305,10 @@
 {{- end }}
 {{- if and $router.autoscaling.enabled (gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
 {{- fail (printf "router.autoscaling.minReplicas = %d is above maxReplicas = %d: lower one or raise the other" (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- $cpu := or ($router.resources.requests | default dict).cpu ($router.resources.limits | default dict).cpu }}
+{{- if and $router.autoscaling.enabled (not $cpu) }}
+{{- fail "router.autoscaling.enabled scales by the share of the requested CPU that is in use, and router.resources requests none: set router.resources.requests.cpu, or turn autoscaling off" }}
 {{- end }}
 {{- $drain := add (int $router.drainDelaySeconds) (int $router.drainSeconds) | int }}
 {{- if ge $drain (int $router.terminationGracePeriodSeconds) }}

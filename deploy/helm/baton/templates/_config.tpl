@@ -117,6 +117,26 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end }}
 {{- end -}}
 
+{{- /* The URL that values give for an external Redis: a user's own, or where redisUser is empty that of all. Takes root, redisUser. */ -}}
+{{- define "baton.externalUrl" -}}
+{{- $external := .root.Values.externalRedis -}}
+{{- $url := $external.url -}}
+{{- if .redisUser }}{{ $url = (index $external .redisUser).url }}{{ end -}}
+{{- if and $url $external.tlsSecret -}}
+{{- $url = printf "%s%sssl_ca_certs=/etc/baton/redis-tls/ca.crt" $url (ternary "&" "?" (contains "?" $url)) -}}
+{{- if $external.clientCertificate -}}
+{{- $url = printf "%s&ssl_certfile=/etc/baton/redis-tls/tls.crt&ssl_keyfile=/etc/baton/redis-tls/tls.key" $url -}}
+{{- end -}}
+{{- end -}}
+{{- $url -}}
+{{- end -}}
+
+{{- /* What must roll a component's pods beside its file: a URL that a Secret of the chart's holds, which processes read when they
+       start. Else some would stay at the Redis of before, and place requests apart from the others. Takes root, redisUser. */ -}}
+{{- define "baton.urlChecksum" -}}
+{{- include "baton.externalUrl" . | default (include "baton.externalUrl" (dict "root" .root "redisUser" "")) -}}
+{{- end -}}
+
 {{- /* A Redis of the prefix index's own. Takes root, redisUser. */ -}}
 {{- define "baton.indexEnv" -}}
 {{- $secret := .root.Values.externalIndex.urlSecret -}}

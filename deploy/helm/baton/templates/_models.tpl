@@ -105,6 +105,7 @@
 {{- end }}
 {{- include "baton.checkPool" (dict "root" $one "role" $role "pool" (index $one.Values $role)) }}
 {{- end }}
+{{- include "baton.checkLabels" (dict "root" $one) }}
 {{- include "baton.checkAdapters" (dict "root" $one "where" (printf "%s.model.adapters" $where)) }}
 {{- include "baton.checkLayouts" $one }}
 {{- include "baton.checkConfigs" $one }}

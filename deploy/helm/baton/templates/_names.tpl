@@ -40,7 +40,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{- define "baton.registry" -}}{{ .Values.global.imageRegistry | default .Values.image.registry }}/{{ .Values.image.repository }}{{- end -}}
+{{- define "baton.registry" -}}{{ .Values.global.imageRegistry | default .Values.image.registry | trimSuffix "/" }}/{{ .Values.image.repository }}{{- end -}}
 
 {{- /* Takes root, role, override, gpus. */ -}}
 {{- define "baton.image" -}}
@@ -77,7 +77,7 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{- /* An image of others, from the registry of all where one is set. Takes root, image. */ -}}
 {{- define "baton.othersImage" -}}
-{{- $registry := .root.Values.global.imageRegistry -}}
+{{- $registry := .root.Values.global.imageRegistry | trimSuffix "/" -}}
 {{- if $registry -}}
 {{- printf "%s/%s" $registry (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" .image "") -}}
 {{- else -}}

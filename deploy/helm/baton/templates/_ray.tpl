@@ -12,6 +12,16 @@
 - {name: RAY_NUM_REDIS_GET_RETRIES, value: "150"}
 {{- end -}}
 
+{{- /* Image of Ray's head, and of the Job that deploys to another one: that of decode workers, which an install has anyway and
+       which has Ray where they are its nodes; that of prefill workers where only these need Ray. */ -}}
+{{- define "baton.rayImage" -}}
+{{- $values := .Values -}}
+{{- $role := "decode" -}}
+{{- if and (eq $values.ray.mode "embedded") (not $values.ray.joinWorkers) (eq (int $values.decode.nodes) 1) (gt (int $values.prefill.nodes) 1) }}{{ $role = "prefill" }}{{ end -}}
+{{- $pool := index $values $role -}}
+{{- include "baton.image" (dict "root" . "role" $role "override" ($values.ray.head.image | default $pool.image) "gpus" $pool.gpus) -}}
+{{- end -}}
+
 {{- /* Whether the chart starts a Ray with a head of its own. Where all pools are LeaderWorkerSets none of their pods could join it. */ -}}
 {{- define "baton.rayRuns" -}}
 {{- $prefill := include "baton.inGroups" (dict "root" . "pool" .Values.prefill) -}}

@@ -2,9 +2,87 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.system.helm.refused.form import Refusals
 
+HPA = {"enabled": True}
+COMPONENT = {"app.kubernetes.io/component": "x"}
+CHECKSUM = {"checksum/config": "x"}
+
+LABELLED: dict[str, dict[str, Any]] = {
+    "router.pod": {"router": {"pod": {"labels": COMPONENT}}},
+    "decode.pod": {"decode": {"pod": {"labels": COMPONENT}}},
+    "ray.head.pod": {"ray": {"head": {"pod": {"labels": COMPONENT}}}},
+    "redis.pod": {"redis": {"pod": {"labels": COMPONENT}}},
+    "autoscaling.pod": {"autoscaling": {"pod": {"labels": COMPONENT}}},
+    "doctor.pod": {"doctor": {"pod": {"labels": COMPONENT}}},
+}
+
 REFUSED: Refusals = {
+    "images of no registry": (
+        {"image": {"registry": ""}},
+        "image.registry and global.imageRegistry are both empty",
+        "set one to the registry that holds the images",
+    ),
+    "a label of the chart's on all objects": (
+        {"commonLabels": {"helm.sh/chart": "x"}},
+        "commonLabels: helm.sh/chart is a label of the chart's own",
+        "remove it",
+    ),
+    **{
+        f"a label that chooses pods of {where}": (
+            values,
+            f"{where}.labels: app.kubernetes.io/component is the label by which Services and policies choose pods",
+            "remove it",
+        )
+        for where, values in LABELLED.items()
+    },
+    "an annotation that no longer rolls pods": (
+        {"prefill": {"pod": {"annotations": CHECKSUM}}},
+        "prefill.pod.annotations: checksum/config is the chart's own",
+        "remove it",
+    ),
+    "an annotation that no longer rolls any pod": (
+        {"commonAnnotations": CHECKSUM},
+        "commonAnnotations: checksum/config is the chart's own",
+        "remove it",
+    ),
+    "Ray's last port below its first": (
+        {"ray": {"ports": {"firstWorker": 11000}}},
+        "ray.ports.lastWorker = 10199 is below firstWorker = 11000",
+        "raise it, or set firstWorker to 0",
+    ),
+    "one port of two of Ray's": (
+        {"ray": {"ports": {"metrics": 6381}}},
+        "ray.ports.metrics and ray.ports.nodeManager are both 6381, in one pod",
+        "change one",
+    ),
+    "more data than Redis's memory": (
+        {"redis": {"maxMemory": "1GB"}},
+        "redis.maxMemory = 1GB is not below redis.resources.limits.memory = 1Gi",
+        "raise the limit, or lower maxMemory",
+    ),
+    "more data than Redis's memory, in bytes": (
+        {"redis": {"maxMemory": "1000000000", "resources": {"limits": {"memory": "1G"}}}},
+        "redis.maxMemory = 1000000000 is not below redis.resources.limits.memory = 1G",
+        "raise the limit, or lower maxMemory",
+    ),
+    "a share of no CPU": (
+        {"router": {"autoscaling": HPA, "resources": {"requests": {"cpu": None}}}},
+        "router.autoscaling.enabled scales by the share of the requested CPU",
+        "set router.resources.requests.cpu, or turn autoscaling off",
+    ),
+    "certificates renewed before they are made": (
+        {"tls": {"enabled": True, "certManager": {"duration": "720h"}}},
+        "tls.certManager.renewBefore = 720h is not below duration = 720h",
+        "lower it",
+    ),
+    "a load run longer than its Job": (
+        {"tests": {"loadSeconds": 300}},
+        "tests.loadSeconds = 300 is not below tests.timeoutSeconds = 300",
+        "raise the limit, or test for a shorter time",
+    ),
     "traces that no policy lets out": (
         {"observability": {"otlpEndpoint": "http://collector:4318"}},
         "no NetworkPolicy allows traces to leave",

@@ -13,6 +13,11 @@ def _with_small(more: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 REFUSED: Refusals = {
+    "a label that chooses pods of a further model": (
+        _with_small({"decode": {"pod": {"labels": {"app.kubernetes.io/name": "x"}}}}),
+        "decode.pod.labels: app.kubernetes.io/name is the label by which Services and policies choose pods",
+        "remove it",
+    ),
     "a model named as a LeaderWorkerSet": (
         {
             "multiNode": {"by": "leaderWorkerSet"},

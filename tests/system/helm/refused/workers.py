@@ -7,6 +7,26 @@ from tests.system.helm.refused.form import Refusals
 SPANNING = {"decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2}}
 
 REFUSED: Refusals = {
+    "a worker's port is one of Ray's beside it": (
+        {"prefill": {"linkPort": 6382}},
+        "prefill.linkPort and ray.ports.objectManager are both 6382, in one pod",
+        "change one",
+    ),
+    "a worker's port is one of UCX's": (
+        {"decode": {"port": 24999}},
+        "decode.port = 24999 is within transfer.nixlPorts (20000 to 24999)",
+        "change one",
+    ),
+    "a worker's port is one of Ray's own workers'": (
+        {"decode": {"metricsPort": 10002}, "ray": {"mode": "kuberay"}},
+        "decode.metricsPort = 10002 is within ray.ports.firstWorker to lastWorker (10002 to 10199)",
+        "change one",
+    ),
+    "ranks' pods whose label does not fit": (
+        {**SPANNING, "fullnameOverride": "a" * 40},
+        f"{'a' * 40}-decode-ranks is longer than the 52 characters of a StatefulSet's name",
+        "set fullnameOverride to a shorter one",
+    ),
     "gpus are not the ranks": (
         {"prefill": {"gpus": 2}},
         "prefill: 2 GPUs × 1 nodes are not prefill.tensorParallel = 1",
