@@ -157,12 +157,12 @@ def make_schema(values: list[Value]) -> dict[str, Any]:
         # Beside the properties, because `models` refers to these for what is set of them.
         "allOf": [_complete(values)],
         "definitions": definitions,
-        "allOf": [_sections(values)],
     }
 
 
 def _complete(values: list[Value]) -> dict[str, Any]:
-    """Every key is there that templates read without asking whether it is."""
+    """Every key is there that templates read without asking whether it is. Helm removes one whose value is null, its
+    default too."""
     needed = [value.path[-1] for value in values if "null" not in value.keywords.get("type", ())]
     below = {value.path[-1]: _complete(value.children) for value in values if value.children}
     return {"required": needed, **({"properties": below} if below else {})}
@@ -177,14 +177,6 @@ def _count(values: list[Value], seen: dict[int, list[Value]]) -> None:
 def _object(values: list[Value], shared: dict[int, str]) -> dict[str, Any]:
     properties = {value.path[-1]: _schema(value, shared) for value in values}
     return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-def _sections(values: list[Value]) -> dict[str, Any]:
-    """That every section is there: Helm removes a key whose value is null, defaults and all, and templates look into
-    sections. Apart from their schemas, which hold for parts of sections too (models)."""
-    inner = {value.path[-1]: _sections(value.children) for value in values if not value.is_leaf}
-    below = {name: one for name, one in inner.items() if one}
-    return {**({"required": list(inner)} if inner else {}), **({"properties": below} if below else {})}
 
 
 def _schema(value: Value, shared: dict[int, str]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def engine_of(values: dict[str, Any], role: Role, model: ModelConfig) -> EngineC
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """An upper estimate of what the largest step takes with a paged attention kernel, in bf16."""
+    """An upper estimate of what the largest step takes with a paged attention kernel."""
+    itemsize = 4 if config.dtype == "float32" else 2
     tokens, ranks = config.step_tokens, config.tensor_parallel
     kv_heads = max(1, model.num_kv_heads // ranks)
     heads = model.num_heads // ranks + 2 * kv_heads
@@ -73,7 +74,7 @@ def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     gathered = 4 * kv_heads * model.head_dim * config.max_model_len  # one context's keys and values, twice
     table = tokens * -(-config.max_model_len // config.page_size) * 4
     sampler = min(config.max_batch_requests, tokens) * model.vocab_size * 64  # sums in double precision
-    return 2 * (tokens * widths + gathered) + table + sampler
+    return itemsize * (tokens * widths + gathered) + table + sampler
 
 
 def recorded_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -141,7 +141,7 @@ class Serve:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, turns: float, *, hangs: bool = False):
         self.turns, self.asked, self.is_connected, self.hangs = turns, 0, True, hangs
         monkeypatch.setattr(deploy, "POLL_SECONDS", 0.0)
-        modules = {
+        modules: dict[str, dict[str, Any]] = {
             "ray": {"shutdown": self.disconnect, "get_actor": self.find, "get": self.answer},
             "ray.exceptions": {"GetTimeoutError": NoAnswer, "RayActorError": ConnectionError},
             "ray.serve._private.constants": {"SERVE_CONTROLLER_NAME": "it", "SERVE_NAMESPACE": "serve"},
