@@ -95,15 +95,15 @@ class Registry(Drainer):
 
     def __init__(self, *seen: list[WorkerInfo]):
         self.said: list[str] = []
-        self.told: list[tuple[str, str]] = []
+        self.marked: list[tuple[str, str]] = []
         self._seen = list(seen)
         super().__init__(ClusterFields(redis_url="redis://x"), self.said.append)
 
     def workers(self) -> list[WorkerInfo]:
         return self._seen.pop(0) if len(self._seen) > 1 else self._seen[0]
 
-    def tell(self, worker_ids: Any, then: Any) -> None:
-        self.told += [(one, then) for one in worker_ids]
+    def mark(self, worker_ids: Any, then: Any) -> None:
+        self.marked += [(one, then) for one in worker_ids]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_a_worker_that_has_gone_ends_the_wait(after: list[WorkerInfo], said: str
     registry = Registry([worker()], [worker()], after)
     registry.wait(["decode-0"], 20.0, "exit", lambda _: None)
     assert [line.partition(" after")[0] for line in registry.said] == [said]
-    assert not registry.told
+    assert not registry.marked
 
 
 def test_a_worker_whose_mark_redis_has_lost_is_marked_again() -> None:
     registry = Registry([worker()], [worker(state="ready")], [])
     registry.wait(["decode-0"], 20.0, "stay", lambda _: None)
-    assert registry.told == [("decode-0", "stay")]
+    assert registry.marked == [("decode-0", "stay")]
     with pytest.raises(DeadlineError, match="decode-0 still draining after 0 s"):
         Registry([worker()]).wait(["decode-0"], 0.0, "exit", lambda _: None)
 
@@ -142,6 +142,6 @@ def test_a_pod_that_ends_keeps_ray_from_starting_its_worker_again(monkeypatch: p
     registry = Registry([worker(host=socket.gethostname())])
     monkeypatch.setattr("baton.cli.drain.Drainer", lambda *_: registry)
     assert drain("--self", "--redis-url", "redis://x").exit_code == 0
-    assert registry.told == [("decode-0", "stay")]
+    assert registry.marked == [("decode-0", "stay")]
     assert drain("decode-0", "--redis-url", "redis://x").exit_code == 0
-    assert registry.told[1:] == [("decode-0", "exit")]
+    assert registry.marked[1:] == [("decode-0", "exit")]
