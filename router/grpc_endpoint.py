@@ -150,7 +150,7 @@ class GrpcEndpoint:
         await self._accept_last()
         await connections.stop(self._servers, self._port, seconds)
         if self._floods is not None:
-            await self._floods.close()
+            self._floods.close()
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""

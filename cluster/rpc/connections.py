@@ -15,10 +15,10 @@ import os
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from cluster.periodic import Periodic
 from cluster.process.socket_diag import Unread, unread_connections
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ class FloodWatch:
         self._port = port
         self._looks = math.ceil(seconds / LOOK_SECONDS)  # counted: while the process stands still there are none
         self._flooded: dict[int, _Flooded] = {}  # by inode
-        self._looking = Periodic("looking for floods at the gRPC port", LOOK_SECONDS, self._look_aside)
+        self._closed = threading.Event()
+        # Not on the event loop, which headers of a flood may keep busy.
+        self._thread = threading.Thread(target=self._run, name="gRPC floods", daemon=True)
 
     def start(self) -> None:
         """Without effect, but for a line in the log, where the system does not show its connections."""
@@ -60,13 +62,17 @@ class FloodWatch:
         except (OSError, AttributeError) as error:  # no such kernel; no such family of addresses
             log.warning("a client that floods the gRPC port keeps its connection while it does so: %s", error)
         else:
-            self._looking.start()
+            self._thread.start()
 
-    async def close(self) -> None:
-        await self._looking.close(STOP_SECONDS)
+    def close(self) -> None:
+        self._closed.set()
 
-    async def _look_aside(self) -> None:
-        await asyncio.to_thread(self.look)
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except OSError as error:
+                log.warning("looking for floods at the gRPC port failed; retrying: %s", error)
 
     def look(self) -> int:
         """Return how many connections it ended."""
