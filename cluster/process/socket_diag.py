@@ -49,7 +49,9 @@ def _dump(family: int, port: int) -> Iterator[Unread]:
                 _, unread, _, _, inode = _ENTRY.unpack_from(answer, at + _HEADER.size)
                 if unread:
                     info = _attribute(answer[at + _HEADER.size + _ENTRY.size : at + length], _TCP_INFO)
-                    received, sent = (struct.unpack_from("=Q", info, offset)[0] for offset in (_RECEIVED, _SENT))
+                    received, sent = (
+                        struct.unpack_from("=Q", info, offset)[0] for offset in (_RECEIVED, _SENT)
+                    )
                     yield Unread(inode, received - unread, sent)
                 at += (length + 3) & ~3
 

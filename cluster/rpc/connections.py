@@ -49,7 +49,8 @@ class FloodWatch:
 
     def __init__(self, port: int, seconds: float):
         self._port = port
-        self._looks = math.ceil(seconds / LOOK_SECONDS)  # counted: while the process stands still there are none
+        # Counted: while the process stands still there are none.
+        self._looks = math.ceil(seconds / LOOK_SECONDS)
         self._flooded: dict[int, _Flooded] = {}  # by inode
         self._closed = threading.Event()
         # Not on the event loop, which headers of a flood may keep busy.

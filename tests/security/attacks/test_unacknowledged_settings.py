@@ -77,7 +77,7 @@ async def test_a_client_that_acknowledges_no_settings_is_disconnected(
 async def test_a_client_that_sends_faster_than_grpc_reads_is_disconnected(
     where: tuple[str, int], once: bytes
 ) -> None:
-    """gRPC ends no connection before it has read all: this one lasted as long as its client wished, whatever the limits."""
+    """gRPC ends no connection before it has read all: this one lasted as long as its client wished."""
     window_updates = KINDS["window updates"][1] * 5000
     assert await asyncio.to_thread(ends, where, once, window_updates, 0.0)
 
