@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 # For the servers' own work at a stop, beside what calls may take.
 STOP_SECONDS = 1.0
+# For gRPC to read what had arrived on them, some MiB each, before it sees that they have ended.
+END_SECONDS = 10.0
 
 
 class Server(Protocol):
@@ -100,10 +102,12 @@ async def stop(servers: Sequence[Server], port: int, seconds: float) -> None:
         await asyncio.wait([stopping], timeout=seconds + STOP_SECONDS)
         if not stopping.done():
             log.warning("ended %d connections that gRPC had not ended", end(port))
-        await stopping
-    except asyncio.CancelledError:
-        stopping.cancel()
-        raise
+            await asyncio.wait([stopping], timeout=END_SECONDS)
+    finally:
+        if stopping.done():
+            stopping.result()
+        else:
+            stopping.cancel()
 
 
 def end(port: int, inodes: set[int] | None = None) -> int:

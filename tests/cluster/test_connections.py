@@ -118,17 +118,35 @@ async def test_a_stop_ends_the_connections_that_grpc_does_not_end(
     assert pair.has_ended()
 
 
-async def test_a_cancelled_stop_ends_no_connection(pair: Pair) -> None:
-    begun = asyncio.Event()
+class Busy:
+    """A server that does not stop."""
 
-    class Busy:
-        async def stop(self, grace: float | None) -> None:
-            begun.set()
+    def __init__(self) -> None:
+        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def stop(self, grace: float | None) -> None:
+        self.begun.set()
+        try:
             await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
 
-    stopping = asyncio.create_task(stop([Busy()], pair.port, 100.0))
-    await begun.wait()
+
+async def test_a_stop_has_an_end(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    monkeypatch.setattr(connections, "STOP_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "END_SECONDS", 0.0)
+    server = Busy()
+    async with asyncio.timeout(10):
+        await stop([server], pair.port, 0.0)
+        await server.cancelled.wait()
+
+
+async def test_a_cancelled_stop_ends_no_connection(pair: Pair) -> None:
+    server = Busy()
+    stopping = asyncio.create_task(stop([server], pair.port, 100.0))
+    await server.begun.wait()
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
+    await server.cancelled.wait()
     assert not pair.has_ended()
