@@ -63,8 +63,8 @@ def ends(where: tuple[str, int], once: bytes, again: bytes, seconds: float) -> b
 
 @pytest.mark.parametrize(
     ("once", "again"),
-    [(b"", b""), (HEAD, b""), KINDS["literals"], KINDS["references"]],
-    ids=["silent", "half a header", "literals", "references"],
+    [(b"", b""), (HEAD, b""), KINDS["literals"], KINDS["references"], KINDS["settings"]],
+    ids=["silent", "half a header", "literals", "references", "settings"],
 )
 async def test_a_client_that_acknowledges_no_settings_is_disconnected(
     where: tuple[str, int], once: bytes, again: bytes
@@ -80,11 +80,6 @@ async def test_a_client_that_sends_faster_than_grpc_reads_is_disconnected(
     """gRPC ends no connection before it has read all: this one lasted as long as its client wished."""
     window_updates = KINDS["window updates"][1] * 5000
     assert await asyncio.to_thread(ends, where, once, window_updates, 0.0)
-
-
-async def test_a_client_that_sends_settings_is_disconnected(where: tuple[str, int]) -> None:
-    """As fast as it can: gRPC pauses reading to answer them."""
-    assert await asyncio.to_thread(ends, where, b"", KINDS["settings"][1] * 5000, 0.0)
 
 
 async def test_a_client_that_acknowledges_them_stays(where: tuple[str, int]) -> None:
