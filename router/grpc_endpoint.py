@@ -17,8 +17,9 @@ import grpc
 from cluster import addresses
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
-from cluster.rpc import health
+from cluster.rpc import connections, health
 from cluster.rpc.compression import UNCOMPRESSED
+from cluster.rpc.connections import FloodWatch
 from cluster.rpc.health import Health
 from cluster.rpc.pending_calls import pending_calls
 from cluster.security.identity import Identity
@@ -93,6 +94,7 @@ class GrpcEndpoint:
             for _ in range(address_shares(config))
         ]
         self._port = config.grpc_port
+        self._floods: FloodWatch | None = None
         self.health = Health(config.max_health_watchers, config.write_seconds)
 
     @property
@@ -116,6 +118,8 @@ class GrpcEndpoint:
             self._spread()
         for server in self._servers:
             await server.start()
+        self._floods = FloodWatch(self._port, self._config.header_seconds)
+        self._floods.start()
 
     def _listen(self, server: grpc.aio.Server) -> int:
         try:
@@ -142,9 +146,11 @@ class GrpcEndpoint:
         self.health.set({"": ready, SERVICE: ready})
 
     async def stop(self, seconds: float) -> None:
-        """Take no new calls; those that run after `seconds` are ended."""
+        """Take no new calls; those that run after `seconds` are ended, and then all connections."""
         await self._accept_last()
-        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
+        await connections.stop(self._servers, self._port, seconds)
+        if self._floods is not None:
+            self._floods.close()
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""

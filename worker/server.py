@@ -12,7 +12,7 @@ from cluster.addresses import join
 from cluster.errors import BatonError, ConfigError, InvalidRequestError
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.protocol.link import MAX_AGE_SECONDS
-from cluster.rpc import errors
+from cluster.rpc import connections, errors
 from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
 from cluster.rpc.pending_calls import pending_calls
@@ -103,6 +103,8 @@ class WorkerServer:
                 *pending_calls(PENDING_CALLS),
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+                # HTTP/2's handshake: gRPC acknowledges settings as soon as it has received them.
+                ("grpc.http2.settings_timeout", HANDSHAKE_SECONDS * 1000),
                 ("grpc.max_connection_age_ms", int(MAX_CONNECTION_SECONDS * 1000)),
             ],
             interceptors=[*peers.interceptors, TypedErrors()],
@@ -140,4 +142,4 @@ class WorkerServer:
 
     async def stop(self, grace_seconds: float) -> None:
         self._health.leave()
-        await self._server.stop(grace_seconds)
+        await connections.stop([self._server], self._port, grace_seconds)

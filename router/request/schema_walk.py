@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from cluster.errors import InvalidRequestError
-from cluster.grammar.schema_parts import children
+from cluster.grammar.schema_parts import children, levels
 from cluster.grammar.spec import GrammarSpec
 from router.request.schema_gaps import gap_of
 
@@ -50,6 +51,8 @@ def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
 
 def too_deep(schema: Any) -> InvalidRequestError | None:
     """The error for a schema with more than MAX_DEPTH levels."""
+    if next(islice(levels(schema), MAX_DEPTH, None), None) is None:
+        return None
     return next(
         (
             _error(str(place), f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))

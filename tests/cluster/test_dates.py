@@ -7,12 +7,14 @@ import re
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from cluster.grammar.dates import with_real_dates
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import GrammarSpec
+from router.text.parsers import lark_rules
 from router.text.parsers.lark_rules import json_rule
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -112,3 +114,17 @@ def test_many_dates_are_compiled_in_the_time_of_a_trial(tokenizer: Any) -> None:
     matcher = make_matcher(GrammarSpec("json_schema", json.dumps(schema)), tokenizer)
     assert accepted(tokenizer, matcher, dict.fromkeys(names, "2024-02-29"))
     assert len(re.findall("pattern", with_real_dates(json.dumps(schema)))) == 100
+
+
+def test_a_schema_that_is_too_long_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a router's event loop: 15,000 dates took 50 ms, before the grammar was refused for its length."""
+    lengthened = MagicMock()
+    monkeypatch.setattr(lark_rules, "with_real_dates", lengthened)
+    with pytest.raises(ValueError, match="the grammar of the answer has"):
+        json_rule({"anyOf": [DAY] * 5000}, spaced=False)
+    lengthened.assert_not_called()
+
+
+def test_what_dates_make_too_long_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="the grammar of the answer has"):
+        json_rule({"anyOf": [DAY] * 1000}, spaced=False)

@@ -86,8 +86,7 @@ class Rules:
     def spec(self) -> GrammarSpec:
         """Raises ValueError if it is too long."""
         text = "\n".join(self._lines) + "\n"
-        if reason := why_too_long(text):
-            raise ValueError(f"the grammar of the answer has {reason}")
+        _check_length(text)
         return GrammarSpec("lark", text)
 
     def _lazy(self, name: str, body: str) -> str:
@@ -99,6 +98,11 @@ class Rules:
         if whole.startswith("<[") or _CONTROL.search(text) is None:
             return [(text, whole)]
         return [(part, self._marker(part)) for part in _CONTROL.split(text) if part]
+
+
+def _check_length(text: str) -> None:
+    if reason := why_too_long(text):
+        raise ValueError(f"the grammar of the answer has {reason}")
 
 
 def quoted(text: str) -> str:
@@ -113,4 +117,7 @@ def json_rule(schema: Mapping[str, Any], *, spaced: bool) -> str:
         text = orjson.dumps({**schema, "x-guidance": options}).decode()
     except TypeError:
         raise ValueError("a schema is nested too deeply, or has a value that JSON does not have") from None
-    return f"%json {with_real_dates(text)}"
+    _check_length(text)  # first: dates make it 16 times as long, on the event loop
+    text = with_real_dates(text)
+    _check_length(text)  # before the next tool's
+    return f"%json {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -40,33 +41,45 @@ async def where() -> AsyncIterator[tuple[str, int]]:
     await endpoint.stop(0)
 
 
-def ends(where: tuple[str, int], once: bytes, again: bytes) -> bool:
-    """Whether the server ends a connection on which this comes, before LATEST."""
-    with socket.create_connection(where, 10) as sock:
+def ends(where: tuple[str, int], once: bytes, again: bytes, seconds: float) -> bool:
+    """Whether the server ends a connection on which this comes, before LATEST. It comes again after so many seconds at
+    the earliest."""
+    with socket.create_connection(where, 10) as sock, contextlib.suppress(ConnectionError):
         deadline = time.monotonic() + LATEST
-        sock.settimeout(0.2)
-        with contextlib.suppress(ConnectionError):
-            sock.sendall(GREETING + once)
-            while time.monotonic() < deadline:
-                with contextlib.suppress(TimeoutError):
-                    if again:
-                        sock.sendall(again)
-                    if not sock.recv(1 << 16):
-                        return True
-            return False
-        return True
+        sock.setblocking(False)
+        rest, paused_until = memoryview(GREETING + once), 0.0
+        while (now := time.monotonic()) < deadline:
+            wants = [sock] if now >= paused_until and (rest or again) else []
+            readable, writable, _ = select.select([sock], wants, [], 0.2)
+            if readable and not sock.recv(1 << 16):
+                return True
+            if writable:
+                rest = rest or memoryview(again)
+                rest = rest[sock.send(rest) :]
+                paused_until = 0.0 if rest else now + seconds
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
     ("once", "again"),
-    [(b"", b""), (HEAD, b""), *KINDS.values()],
-    ids=["silent", "half a header", *KINDS],
+    [(b"", b""), (HEAD, b""), KINDS["literals"], KINDS["references"], KINDS["settings"]],
+    ids=["silent", "half a header", "literals", "references", "settings"],
 )
 async def test_a_client_that_acknowledges_no_settings_is_disconnected(
     where: tuple[str, int], once: bytes, again: bytes
 ) -> None:
     """What it had sent of a header, up to 120 MiB in memory, stayed until the connection ended."""
-    assert await asyncio.to_thread(ends, where, once, again)
+    assert await asyncio.to_thread(ends, where, once, again, 0.2)
+
+
+@pytest.mark.parametrize("once", [b"", ACKNOWLEDGED], ids=["unacknowledged", "acknowledged"])
+async def test_a_client_that_sends_faster_than_grpc_reads_is_disconnected(
+    where: tuple[str, int], once: bytes
+) -> None:
+    """gRPC ends no connection before it has read all: this one lasted as long as its client wished."""
+    window_updates = KINDS["window updates"][1] * 5000
+    assert await asyncio.to_thread(ends, where, once, window_updates, 0.0)
 
 
 async def test_a_client_that_acknowledges_them_stays(where: tuple[str, int]) -> None:

@@ -95,3 +95,20 @@ async def test_a_connection_has_an_age(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.close()
     finally:
         await worker.stop(0)
+
+
+async def test_a_peer_that_acknowledges_no_settings_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then no limit of metadata applies. gRPC's own time is 60 s."""
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 1)
+    worker = WorkerServer("127.0.0.1", 0, Peers(), "127.0.0.1")
+    worker.bind()
+    await worker.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(worker.address.rpartition(":")[2]))
+        writer.write(GREETING)
+        async with asyncio.timeout(30):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+    finally:
+        await worker.stop(0)

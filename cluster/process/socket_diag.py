@@ -1,0 +1,66 @@
+"""The kernel's view of connections: what `ss -ti` shows (sock_diag(7), Linux)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+RECEIVE_BYTES = 1 << 20
+_SOCK_DIAG, _BY_FAMILY, _DUMP, _DONE, _ERROR = 4, 20, 0x301, 3, 2
+_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port id
+_REQUEST = struct.Struct("=BBBxI")  # inet_diag_req_v2: family, protocol, extensions, states
+_ID = struct.Struct("!HH44x")  # inet_diag_sockid: own port, the peer's
+_ENTRY = struct.Struct("=4x48xIIIII")  # inet_diag_msg: expires, unread, unsent, uid, inode
+_ATTRIBUTE = struct.Struct("=HH")  # nlattr: length, type
+_ESTABLISHED = 1 << 1
+_TCP_INFO, _ASK_TCP_INFO = 2, 1 << 1
+_RECEIVED, _SENT = 128, 200  # offsets in tcp_info, each a u64
+
+
+class Unread(NamedTuple):
+    """An established TCP connection that has bytes which its process has not read. Counts are bytes so far."""
+
+    inode: int
+    read: int
+    sent: int
+
+
+def unread_connections(port: int) -> list[Unread]:
+    """Return those of this port, in this network namespace, of whatever process. Raises OSError where the kernel does
+    not answer."""
+    return [found for family in (socket.AF_INET, socket.AF_INET6) for found in _dump(family, port)]
+
+
+def _dump(family: int, port: int) -> Iterator[Unread]:
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, _ASK_TCP_INFO, _ESTABLISHED) + _ID.pack(port, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.settimeout(1.0)
+        kernel.sendall(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _DUMP, 0, 0) + request)
+        while True:
+            answer, at = kernel.recv(RECEIVE_BYTES), 0
+            while at < len(answer):
+                length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
+                if kind == _DONE:
+                    return
+                if kind == _ERROR:
+                    raise OSError(-struct.unpack_from("=i", answer, at + _HEADER.size)[0], "sock_diag")
+                _, unread, _, _, inode = _ENTRY.unpack_from(answer, at + _HEADER.size)
+                if unread:
+                    info = _attribute(answer[at + _HEADER.size + _ENTRY.size : at + length], _TCP_INFO)
+                    received, sent = (
+                        struct.unpack_from("=Q", info, offset)[0] for offset in (_RECEIVED, _SENT)
+                    )
+                    yield Unread(inode, received - unread, sent)
+                at += (length + 3) & ~3
+
+
+def _attribute(attributes: bytes, wanted: int) -> bytes:
+    at = 0
+    while at < len(attributes):
+        length, kind = _ATTRIBUTE.unpack_from(attributes, at)
+        if kind == wanted:
+            return attributes[at + _ATTRIBUTE.size : at + length]
+        at += (length + 3) & ~3
+    raise OSError("sock_diag gave no TCP_INFO")

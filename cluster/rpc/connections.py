@@ -1,0 +1,142 @@
+"""Connections that a gRPC server does not end by itself.
+
+gRPC begins no write on a connection before it has read all that has arrived, and closes none before its last frame
+(GOAWAY) is written. A client that sends faster than gRPC parses, window updates for example, thus keeps its connection
+beyond every limit of time, and a server that stops would wait for it without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from cluster.process.socket_diag import Unread, unread_connections
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+# For the servers' own work at a stop, beside what calls may take.
+STOP_SECONDS = 1.0
+# For gRPC to read what had arrived on them, some MiB each, before it sees that they have ended.
+END_SECONDS = 10.0
+
+
+class Server(Protocol):
+    """As `grpc.aio.Server`."""
+
+    async def stop(self, grace: float | None) -> None: ...
+
+
+class _Flooded(NamedTuple):
+    looks: int
+    first: Unread
+
+
+class FloodWatch:
+    """Ends this process's connections on a port that have had unread bytes at each look for `seconds`, although bytes
+    were read, and on which nothing was sent meanwhile.
+
+    HTTP/2's flow control lets no client send so long without an answer: it needs window updates. A connection that is
+    not read at all stays, as gRPC's threads may be at work elsewhere.
+    """
+
+    def __init__(self, port: int, seconds: float):
+        self._port = port
+        # Counted: while the process stands still there are none.
+        self._looks = math.ceil(seconds / LOOK_SECONDS)
+        self._flooded: dict[int, _Flooded] = {}  # by inode
+        self._closed = threading.Event()
+        # Not on the event loop, which headers of a flood may keep busy.
+        self._thread = threading.Thread(target=self._run, name="gRPC floods", daemon=True)
+
+    def start(self) -> None:
+        """Without effect, but for a line in the log, where the system does not show its connections."""
+        try:
+            unread_connections(self._port)
+        except (OSError, AttributeError) as error:  # no such kernel; no such family of addresses
+            log.warning("a client that floods the gRPC port keeps its connection while it does so: %s", error)
+        else:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except OSError as error:
+                log.warning("looking for floods at the gRPC port failed; retrying: %s", error)
+
+    def look(self) -> int:
+        """Return how many connections it ended."""
+        before, self._flooded = self._flooded, {}
+        late = set()
+        for now in unread_connections(self._port):
+            looks, first = before.get(now.inode, (0, now))
+            if now.sent != first.sent:
+                looks, first = 0, now
+            if looks >= self._looks and now.read > first.read:
+                late.add(now.inode)
+            else:
+                self._flooded[now.inode] = _Flooded(looks + 1, first)
+        ended = end(self._port, late) if late else 0
+        if ended:
+            log.warning("ended %d gRPC connections on which clients sent without a pause", ended)
+        return ended
+
+
+async def stop(servers: Sequence[Server], port: int, seconds: float) -> None:
+    """Take no new calls; those that run after `seconds` are ended, and then the connections that gRPC does not end."""
+    stopping = asyncio.gather(*(server.stop(seconds) for server in servers))
+    try:
+        await asyncio.wait([stopping], timeout=seconds + STOP_SECONDS)
+        if not stopping.done():
+            log.warning("ended %d connections that gRPC had not ended", end(port))
+            await asyncio.wait([stopping], timeout=END_SECONDS)
+    finally:
+        if stopping.done():
+            stopping.result()
+        else:
+            stopping.cancel()
+
+
+def end(port: int, inodes: set[int] | None = None) -> int:
+    """End those of this process's connections on a port, or all of them; return their number."""
+    ended = 0
+    for inode, sock in _connections(port):
+        if inodes is None or inode in inodes:
+            with contextlib.suppress(OSError):  # the peer has reset it
+                # For gRPC's descriptor too, which reads the end; further bytes of the peer's reset the connection.
+                sock.shutdown(socket.SHUT_RDWR)
+                ended += 1
+    return ended
+
+
+def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """Duplicates of this process's connected sockets that have this port, with their inodes. Each is closed when the
+    next one is taken."""
+    if sys.platform != "linux":
+        return
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if _is_connected(sock, port):
+                    yield os.fstat(sock.fileno()).st_ino, sock
+
+
+def _is_connected(sock: socket.socket, port: int) -> bool:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+        return False
+    return sock.getsockname()[1] == port and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -1,0 +1,152 @@
+"""Connections that a gRPC server does not end by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from cluster.rpc import connections
+from cluster.rpc.connections import FloodWatch, stop
+from tests.security.attacks.grpc_frames import has_ended
+
+LOOKS = 3
+PIECE = 1000
+
+
+@dataclass
+class Pair:
+    client: socket.socket
+    server: socket.socket  # one end of a connection to `port`
+    port: int
+
+    def has_ended(self) -> bool:
+        return has_ended(self.client)
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((request.param, 0), family=family))
+        client = stack.enter_context(socket.create_connection(listener.getsockname()[:2], timeout=10))
+        server = stack.enter_context(listener.accept()[0])
+        yield Pair(client, server, listener.getsockname()[1])
+
+
+def looks(watch: FloodWatch, pair: Pair, number: int, read: int, answer: bytes = b"") -> int:
+    """Of each look before which the client has sent, and the server has read and answered so much: how many connections
+    were ended in all of them."""
+    ended = 0
+    for _ in range(number):
+        pair.client.sendall(bytes(PIECE))
+        left = read
+        while left:
+            left -= len(pair.server.recv(left))
+        pair.server.sendall(answer)
+        ended += watch.look()
+    return ended
+
+
+@pytest.fixture
+def watch(pair: Pair) -> FloodWatch:
+    return FloodWatch(pair.port, LOOKS * connections.LOOK_SECONDS)
+
+
+def test_a_connection_that_is_sent_to_without_a_pause_ends(watch: FloodWatch, pair: Pair) -> None:
+    assert looks(watch, pair, LOOKS, PIECE // 2) == 0
+    assert not pair.has_ended()
+    assert looks(watch, pair, 1, PIECE // 2) == 1
+    assert pair.has_ended()
+    assert watch.look() == 0
+
+
+def test_a_connection_that_is_answered_stays(watch: FloodWatch, pair: Pair) -> None:
+    assert looks(watch, pair, 3 * LOOKS, PIECE // 2, b"a window update") == 0
+
+
+def test_a_connection_of_which_all_is_read_meanwhile_stays(watch: FloodWatch, pair: Pair) -> None:
+    for _ in range(3):
+        assert looks(watch, pair, LOOKS, PIECE // 2) == 0
+        assert looks(watch, pair, 1, PIECE + LOOKS * PIECE // 2) == 0
+    assert not pair.has_ended()
+
+
+def test_a_connection_that_is_not_read_stays(watch: FloodWatch, pair: Pair) -> None:
+    """gRPC's threads are at work elsewhere; or its peer reads nothing, which the kernel ends."""
+    assert looks(watch, pair, 3 * LOOKS, 0) == 0
+    assert not pair.has_ended()
+
+
+def test_connections_of_other_ports_are_left_alone(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert looks(FloodWatch(other.getsockname()[1], 1), pair, 3 * LOOKS, PIECE // 2) == 0
+        assert connections.end(other.getsockname()[1]) == 0
+    assert not pair.has_ended()
+
+
+def test_a_system_that_does_not_show_connections_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: int) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(connections, "unread_connections", refuse)
+    watch = FloodWatch(1, 1)
+    watch.start()
+    watch.close()
+    assert "keeps its connection while it does so: not permitted" in caplog.text
+
+
+async def test_a_stop_ends_the_connections_that_grpc_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    monkeypatch.setattr(connections, "STOP_SECONDS", 0.0)
+    pair.server.setblocking(False)
+
+    class Flooded:
+        async def stop(self, grace: float | None) -> None:
+            """Like gRPC's, returns once the server's connections have ended."""
+            assert await asyncio.get_running_loop().sock_recv(pair.server, 1) == b""
+
+    async with asyncio.timeout(10):
+        await stop([Flooded()], pair.port, 0.0)
+    assert pair.has_ended()
+
+
+class Busy:
+    """A server that does not stop."""
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def stop(self, grace: float | None) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+async def test_a_stop_has_an_end(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    monkeypatch.setattr(connections, "STOP_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "END_SECONDS", 0.0)
+    server = Busy()
+    async with asyncio.timeout(10):
+        await stop([server], pair.port, 0.0)
+        await server.cancelled.wait()
+
+
+async def test_a_cancelled_stop_ends_no_connection(pair: Pair) -> None:
+    server = Busy()
+    stopping = asyncio.create_task(stop([server], pair.port, 100.0))
+    await server.begun.wait()
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await server.cancelled.wait()
+    assert not pair.has_ended()
