@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +89,7 @@ class DocumentedCluster:
     def _stop(self) -> int:
         assert self._process
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()  # a background job of a shell ignores SIGINT, and so do its children
         try:
             return self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

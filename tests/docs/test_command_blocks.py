@@ -65,7 +65,7 @@ def run(block: Block, cwd: Path, environment: dict[str, str], text: str | None =
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
