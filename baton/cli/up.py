@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,10 +139,11 @@ def _forget_environment() -> None:
 
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
-    stop = threading.Event()
+    # No Event: a signal that interrupts its `wait` would wait in `set` for a lock that this thread holds.
+    told: list[int] = []
 
-    def interrupt(*_: object) -> None:
-        stop.set()  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+    def interrupt(number: int, _: object) -> None:
+        told.append(number)  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
         _interrupt()
 
     for number in ENDINGS:
@@ -160,9 +161,10 @@ def run(options: UpOptions) -> None:
         for line in ready_lines(state, options):
             _tell(line)
         try:
-            while not stop.wait(WATCH_SECONDS):
+            while not told:
                 for line in cluster.watch():
                     _tell(line)
+                time.sleep(WATCH_SECONDS)
         finally:
             _ignore_endings()
             with _shown("stopping"):
