@@ -106,17 +106,18 @@ class FloodWatch:
 
 async def stop(servers: Sequence[Server], port: int, seconds: float) -> None:
     """Take no new calls; those that run after `seconds` are ended, and then the connections that gRPC does not end."""
-    stopping = asyncio.gather(*(server.stop(seconds) for server in servers))
+    stopping = [asyncio.create_task(server.stop(seconds)) for server in servers]
     try:
-        await asyncio.wait([stopping], timeout=seconds + STOP_SECONDS)
-        if not stopping.done():
+        _, late = await asyncio.wait(stopping, timeout=seconds + STOP_SECONDS)
+        if late:
             log.warning("ended %d connections that gRPC had not ended", end(port))
-            await asyncio.wait([stopping], timeout=END_SECONDS)
+            await asyncio.wait(late, timeout=END_SECONDS)
     finally:
-        if stopping.done():
-            stopping.result()
-        else:
-            stopping.cancel()
+        for one in stopping:
+            one.cancel()
+    for one in stopping:
+        if one.done():
+            one.result()
 
 
 def end(port: int, inodes: set[int] | None = None) -> int:

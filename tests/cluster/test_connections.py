@@ -195,9 +195,31 @@ async def test_a_stop_has_an_end(monkeypatch: pytest.MonkeyPatch, pair: Pair) ->
     monkeypatch.setattr(connections, "STOP_SECONDS", 0.0)
     monkeypatch.setattr(connections, "END_SECONDS", 0.0)
     server = Busy()
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
     async with asyncio.timeout(10):
         await stop([server], pair.port, 0.0)
         await server.cancelled.wait()
+    await asyncio.sleep(0)
+    assert not errors
+
+
+async def test_an_error_of_a_server_is_raised_once_the_others_have_stopped(pair: Pair) -> None:
+    stopped = []
+
+    class Failing:
+        async def stop(self, grace: float | None) -> None:
+            raise RuntimeError("no such server")
+
+    class Slower:
+        async def stop(self, grace: float | None) -> None:
+            await asyncio.sleep(0)
+            stopped.append(self)
+
+    with pytest.raises(RuntimeError, match="no such server"):
+        await stop([Failing(), Slower()], pair.port, 10.0)
+    assert stopped
+    assert not pair.has_ended()
 
 
 async def test_a_cancelled_stop_ends_no_connection(pair: Pair) -> None:
