@@ -123,7 +123,7 @@ def _name_what_replaces_variables() -> None:
     """Raise ConfigError for a variable of a setting that is given otherwise here."""
     for model in (RouterConfig, WorkerConfig):
         for one in settings(model):
-            if one.environment in os.environ and one.path[-1] in INSTEAD:
+            if os.environ.get(one.environment) and one.path[-1] in INSTEAD:
                 raise ConfigError(
                     f"{one.environment} is set, which baton up does not read: unset it, and use {INSTEAD[one.path[-1]]}",
                     field=".".join(one.path),
