@@ -143,7 +143,8 @@ def run(options: UpOptions) -> None:
     told: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
-        told.append(number)  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+        # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+        told.append(number)
         _interrupt()
 
     for number in ENDINGS:

@@ -22,7 +22,8 @@ SETTINGS = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter=NESTED, fr
 
 def from_environment(config: type[Frozen], without: Collection[str] = ()) -> dict[str, Any]:
     """The settings of `config` that the environment gives, checked one by one and nested as `config` is; paths are
-    absolute. An empty variable gives none, as with flags. `without`: names of settings that are not read. Raises ConfigError naming the variable."""
+    absolute. An empty variable gives none, as with flags. `without`: names of settings that are not read. Raises
+    ConfigError naming the variable."""
 
     class Environment(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SETTINGS

@@ -204,7 +204,9 @@ def test_a_place_below_a_directory_that_may_not_be_searched_is_named_too(said, m
 
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    assert f"(no right to write in {tmp_path})" in said("fetch", "hf://a/b", "--out", str(tmp_path / "m" / "n"))
+    assert f"(no right to write in {tmp_path})" in said(
+        "fetch", "hf://a/b", "--out", str(tmp_path / "m" / "n")
+    )
 
 
 def test_a_hub_that_cannot_be_reached_names_ways_around(said, monkeypatch, tmp_path):

@@ -134,7 +134,13 @@ def test_a_variable_gives_the_ports_of_all_routers(checkpoint, monkeypatch):
 
 
 def test_an_empty_variable_gives_nothing(checkpoint, monkeypatch):
-    for name in ("BATON_HTTP_PORT", "BATON_API_KEYS_FILE", "BATON_ENGINE__THREADS", "BATON_ENGINE", "BATON_MODEL"):
+    for name in (
+        "BATON_HTTP_PORT",
+        "BATON_API_KEYS_FILE",
+        "BATON_ENGINE__THREADS",
+        "BATON_ENGINE",
+        "BATON_MODEL",
+    ):
         monkeypatch.setenv(name, "")
     options = started(monkeypatch, str(checkpoint("llama")))
     assert (options.router, options.worker) == ({}, {})
