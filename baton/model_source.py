@@ -281,8 +281,10 @@ def _alone(directory: Path, hub: Hub) -> Iterator[None]:
 
 def _check_out(into: Path) -> None:
     """Raise ConfigError if the directory cannot be made. One that exists may belong to another user, and be complete."""
-    above = next(one for one in into.absolute().parents if one.exists())
-    if not into.exists() and not os.access(above, os.W_OK | os.X_OK):
+    if os.path.exists(into):  # not Path.exists, which raises below a directory that may not be searched
+        return
+    above = next(one for one in into.absolute().parents if os.path.exists(one))
+    if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(
             f"--out {into} cannot be made (no right to write in {above}): name a directory where this user may write",
             field="out",

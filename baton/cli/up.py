@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,7 +123,7 @@ def _name_what_replaces_variables() -> None:
     """Raise ConfigError for a variable of a setting that is given otherwise here."""
     for model in (RouterConfig, WorkerConfig):
         for one in settings(model):
-            if one.environment in os.environ and one.path[-1] in INSTEAD:
+            if os.environ.get(one.environment) and one.path[-1] in INSTEAD:
                 raise ConfigError(
                     f"{one.environment} is set, which baton up does not read: unset it, and use {INSTEAD[one.path[-1]]}",
                     field=".".join(one.path),
@@ -139,10 +139,12 @@ def _forget_environment() -> None:
 
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
-    stop = threading.Event()
+    # No Event: a signal that interrupts its `wait` would wait in `set` for a lock that this thread holds.
+    told: list[int] = []
 
-    def interrupt(*_: object) -> None:
-        stop.set()  # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+    def interrupt(number: int, _: object) -> None:
+        # Python drops the exception where it interrupts a finalizer, or a hook after a fork
+        told.append(number)
         _interrupt()
 
     for number in ENDINGS:
@@ -160,9 +162,10 @@ def run(options: UpOptions) -> None:
         for line in ready_lines(state, options):
             _tell(line)
         try:
-            while not stop.wait(WATCH_SECONDS):
+            while not told:
                 for line in cluster.watch():
                     _tell(line)
+                time.sleep(WATCH_SECONDS)
         finally:
             _ignore_endings()
             with _shown("stopping"):

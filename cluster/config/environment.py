@@ -22,13 +22,14 @@ SETTINGS = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter=NESTED, fr
 
 def from_environment(config: type[Frozen], without: Collection[str] = ()) -> dict[str, Any]:
     """The settings of `config` that the environment gives, checked one by one and nested as `config` is; paths are
-    absolute. `without`: names of settings that are not read. Raises ConfigError naming the variable."""
+    absolute. An empty variable gives none, as with flags. `without`: names of settings that are not read. Raises
+    ConfigError naming the variable."""
 
     class Environment(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SETTINGS
 
     try:
-        given = EnvSettingsSource(Environment)()
+        given = EnvSettingsSource(Environment, env_ignore_empty=True)()
     except SettingsError as error:
         raise not_json(error) from None
     return dict(_checked(config, config, given, (), without))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -29,8 +30,11 @@ class Unread(NamedTuple):
 
 def unread_connections(port: int) -> list[Unread]:
     """Return those of this port, in this network namespace, of whatever process. Raises OSError where the kernel does
-    not answer."""
-    return [found for family in (socket.AF_INET, socket.AF_INET6) for found in _dump(family, port)]
+    not answer, or without these counts (before Linux 4.19)."""
+    try:
+        return [found for family in (socket.AF_INET, socket.AF_INET6) for found in _dump(family, port)]
+    except struct.error as error:
+        raise OSError(f"sock_diag's answer is too short: {error}") from None
 
 
 def _dump(family: int, port: int) -> Iterator[Unread]:
@@ -42,10 +46,12 @@ def _dump(family: int, port: int) -> Iterator[Unread]:
             answer, at = kernel.recv(RECEIVE_BYTES), 0
             while at < len(answer):
                 length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
-                if kind == _DONE:
+                if kind in (_DONE, _ERROR):
+                    # Of a kernel without tcp_diag the end of an empty list holds the error.
+                    (result,) = struct.unpack_from("=i", answer, at + _HEADER.size)
+                    if result < 0:
+                        raise OSError(-result, f"sock_diag: {os.strerror(-result)}")
                     return
-                if kind == _ERROR:
-                    raise OSError(-struct.unpack_from("=i", answer, at + _HEADER.size)[0], "sock_diag")
                 _, unread, _, _, inode = _ENTRY.unpack_from(answer, at + _HEADER.size)
                 if unread:
                     info = _attribute(answer[at + _HEADER.size + _ENTRY.size : at + length], _TCP_INFO)

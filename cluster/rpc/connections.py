@@ -24,6 +24,8 @@ from cluster.process.socket_diag import Unread, unread_connections
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+# What waited longer than `seconds` for one of gRPC's threads is read at once, and may be half read at one look.
+READS = 2
 # For the servers' own work at a stop, beside what calls may take.
 STOP_SECONDS = 1.0
 # For gRPC to read what had arrived on them, some MiB each, before it sees that they have ended.
@@ -37,16 +39,17 @@ class Server(Protocol):
 
 
 class _Flooded(NamedTuple):
-    looks: int
-    first: Unread
+    looks: int  # since the first one, or since something was sent
+    reads: int  # of these the last ones, before each of which some was read
+    last: Unread
 
 
 class FloodWatch:
     """Ends this process's connections on a port that have had unread bytes at each look for `seconds`, although bytes
-    were read, and on which nothing was sent meanwhile.
+    were read before each of the last looks, and on which nothing was sent meanwhile.
 
     HTTP/2's flow control lets no client send so long without an answer: it needs window updates. A connection that is
-    not read at all stays, as gRPC's threads may be at work elsewhere.
+    not read stays, as gRPC's threads may be at work elsewhere; so does one that they have just begun to read.
     """
 
     def __init__(self, port: int, seconds: float):
@@ -71,24 +74,30 @@ class FloodWatch:
         self._closed.set()
 
     def _run(self) -> None:
+        failed = False
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 self.look()
             except OSError as error:
-                log.warning("looking for floods at the gRPC port failed; retrying: %s", error)
+                if not failed:  # once, not each second
+                    log.warning("looking for floods at the gRPC port failed; retrying: %s", error)
+                failed = True
+            else:
+                failed = False
 
     def look(self) -> int:
         """Return how many connections it ended."""
         before, self._flooded = self._flooded, {}
         late = set()
         for now in unread_connections(self._port):
-            looks, first = before.get(now.inode, (0, now))
-            if now.sent != first.sent:
-                looks, first = 0, now
-            if looks >= self._looks and now.read > first.read:
+            looks, reads, last = before.get(now.inode, (-1, 0, now))
+            if now.sent != last.sent:
+                looks, reads, last = -1, 0, now
+            looks, reads = looks + 1, reads + 1 if now.read > last.read else 0
+            if looks >= self._looks and reads >= READS:
                 late.add(now.inode)
             else:
-                self._flooded[now.inode] = _Flooded(looks + 1, first)
+                self._flooded[now.inode] = _Flooded(looks, reads, now)
         ended = end(self._port, late) if late else 0
         if ended:
             log.warning("ended %d gRPC connections on which clients sent without a pause", ended)
@@ -97,17 +106,18 @@ class FloodWatch:
 
 async def stop(servers: Sequence[Server], port: int, seconds: float) -> None:
     """Take no new calls; those that run after `seconds` are ended, and then the connections that gRPC does not end."""
-    stopping = asyncio.gather(*(server.stop(seconds) for server in servers))
+    stopping = [asyncio.create_task(server.stop(seconds)) for server in servers]
     try:
-        await asyncio.wait([stopping], timeout=seconds + STOP_SECONDS)
-        if not stopping.done():
+        _, late = await asyncio.wait(stopping, timeout=seconds + STOP_SECONDS)
+        if late:
             log.warning("ended %d connections that gRPC had not ended", end(port))
-            await asyncio.wait([stopping], timeout=END_SECONDS)
+            await asyncio.wait(late, timeout=END_SECONDS)
     finally:
-        if stopping.done():
-            stopping.result()
-        else:
-            stopping.cancel()
+        for one in stopping:
+            one.cancel()
+    for one in stopping:
+        if one.done():
+            one.result()
 
 
 def end(port: int, inodes: set[int] | None = None) -> int:
@@ -131,9 +141,18 @@ def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
         with contextlib.suppress(OSError):  # closed meanwhile
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
+            with _duplicate(fd) as sock:
                 if _is_connected(sock, port):
                     yield os.fstat(sock.fileno()).st_ino, sock
+
+
+def _duplicate(fd: int) -> socket.socket:
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # another thread has closed it, and opened what is no socket
+        os.close(copy)
+        raise
 
 
 def _is_connected(sock: socket.socket, port: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -191,6 +192,21 @@ def test_a_place_for_a_download_is_looked_at_before_the_hub_is_asked(said, monke
         "fetch", "hf://a/b", "--out", str(tmp_path / "new" / "m"), "--endpoint", "http://127.0.0.1:1"
     )
     assert f"cannot be made (no right to write in {tmp_path}): name a directory where this user may" in found
+
+
+def test_a_place_below_a_directory_that_may_not_be_searched_is_named_too(said, monkeypatch, tmp_path):
+    as_it_is = os.stat
+
+    def stat(path, **options):
+        if path != tmp_path and tmp_path in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return as_it_is(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert f"(no right to write in {tmp_path})" in said(
+        "fetch", "hf://a/b", "--out", str(tmp_path / "m" / "n")
+    )
 
 
 def test_a_hub_that_cannot_be_reached_names_ways_around(said, monkeypatch, tmp_path):

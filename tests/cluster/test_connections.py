@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from cluster.process import socket_diag
 from cluster.rpc import connections
 from cluster.rpc.connections import FloodWatch, stop
 from tests.security.attacks.grpc_frames import has_ended
@@ -82,6 +86,20 @@ def test_a_connection_that_is_not_read_stays(watch: FloodWatch, pair: Pair) -> N
     assert not pair.has_ended()
 
 
+def test_a_connection_that_is_read_after_a_long_wait_stays(watch: FloodWatch, pair: Pair) -> None:
+    """For one of gRPC's threads: a look may find it half read, before gRPC could write anything."""
+    for _ in range(2):
+        assert looks(watch, pair, 2 * LOOKS, 0) == 0
+        assert looks(watch, pair, 1, PIECE // 2) == 0
+    assert not pair.has_ended()
+
+
+def test_a_flood_that_had_to_wait_ends_soon_after_it_is_read(watch: FloodWatch, pair: Pair) -> None:
+    assert looks(watch, pair, 2 * LOOKS, 0) == 0
+    assert looks(watch, pair, connections.READS, PIECE // 2) == 1
+    assert pair.has_ended()
+
+
 def test_connections_of_other_ports_are_left_alone(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert looks(FloodWatch(other.getsockname()[1], 1), pair, 3 * LOOKS, PIECE // 2) == 0
@@ -100,6 +118,47 @@ def test_a_system_that_does_not_show_connections_is_logged(
     watch.start()
     watch.close()
     assert "keeps its connection while it does so: not permitted" in caplog.text
+
+
+def test_an_error_in_place_of_connections_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel without tcp_diag gives it: the end of a list without entries."""
+    monkeypatch.setattr(socket, "IPPROTO_TCP", 200)
+    with pytest.raises(OSError, match="sock_diag: No such file or directory"):
+        socket_diag.unread_connections(1)
+
+
+def test_a_kernel_that_does_not_count_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    monkeypatch.setattr(socket_diag, "_SENT", 1 << 10)
+    pair.client.sendall(bytes(PIECE))
+    assert select.select([pair.server], [], [], 10)[0]
+    with pytest.raises(OSError, match="too short"):
+        socket_diag.unread_connections(pair.port)
+
+
+def test_looks_that_fail_go_on_with_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, failed = FloodWatch(1, 1), []
+
+    def look(_: int) -> list[socket_diag.Unread]:
+        failed.append(1)
+        if len(failed) == 3:
+            watch.close()
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "unread_connections", look)
+    watch._run()
+    assert len(failed) == 3
+    assert caplog.text.count("retrying: timed out") == 1
+
+
+def test_a_descriptor_that_is_no_socket_any_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may close a socket, and open a file under its number, between two looks at it."""
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(stat, "S_ISSOCK", lambda _: True)
+    assert connections.end(1) == 0
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_stop_ends_the_connections_that_grpc_does_not_end(
@@ -136,9 +195,31 @@ async def test_a_stop_has_an_end(monkeypatch: pytest.MonkeyPatch, pair: Pair) ->
     monkeypatch.setattr(connections, "STOP_SECONDS", 0.0)
     monkeypatch.setattr(connections, "END_SECONDS", 0.0)
     server = Busy()
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
     async with asyncio.timeout(10):
         await stop([server], pair.port, 0.0)
         await server.cancelled.wait()
+    await asyncio.sleep(0)
+    assert not errors
+
+
+async def test_an_error_of_a_server_is_raised_once_the_others_have_stopped(pair: Pair) -> None:
+    stopped = []
+
+    class Failing:
+        async def stop(self, grace: float | None) -> None:
+            raise RuntimeError("no such server")
+
+    class Slower:
+        async def stop(self, grace: float | None) -> None:
+            await asyncio.sleep(0)
+            stopped.append(self)
+
+    with pytest.raises(RuntimeError, match="no such server"):
+        await stop([Failing(), Slower()], pair.port, 10.0)
+    assert stopped
+    assert not pair.has_ended()
 
 
 async def test_a_cancelled_stop_ends_no_connection(pair: Pair) -> None:

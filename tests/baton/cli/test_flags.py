@@ -133,6 +133,20 @@ def test_a_variable_gives_the_ports_of_all_routers(checkpoint, monkeypatch):
     assert options.router_config(0, "", "n", "s").model_aliases == ("one", "two")
 
 
+def test_an_empty_variable_gives_nothing(checkpoint, monkeypatch):
+    for name in (
+        "BATON_HTTP_PORT",
+        "BATON_API_KEYS_FILE",
+        "BATON_ENGINE__THREADS",
+        "BATON_ENGINE",
+        "BATON_MODEL",
+    ):
+        monkeypatch.setenv(name, "")
+    options = started(monkeypatch, str(checkpoint("llama")))
+    assert (options.router, options.worker) == ({}, {})
+    assert not [one for one in os.environ if one.startswith("BATON_")]
+
+
 WRONG_VARIABLES = {
     ("BATON_ENGINE", '{"dtype": "bf17"}'): "BATON_ENGINE: dtype: Input should be 'auto', 'float32' or",
     ("BATON_ENGINE", '{"dtype": '): "BATON_ENGINE must be JSON, as {…} or […]",

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,30 +95,72 @@ def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
     assert (tmp_path / "stopped").exists()
 
 
-def test_a_signal_whose_exception_is_dropped_stops_the_cluster_too(monkeypatch):
-    """Python drops it in finalizers and in hooks after a fork; later signals are ignored."""
-    seen: list[str] = []
+class InProcess:
+    """A cluster that does nothing."""
 
-    class Cluster:
-        def __init__(self, options: object, progress: object) -> None:
-            pass
+    def __init__(self, options: object, progress: object) -> None:
+        self.stopped = False
+        CLUSTERS.append(self)
 
-        def start(self) -> None:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
+    def start(self) -> None:
+        pass
 
-        def watch(self) -> list[str]:
-            raise AssertionError("the cluster goes on")
+    def watch(self) -> list[str]:
+        raise AssertionError("the cluster goes on")
 
-        def stop(self) -> None:
-            seen.append("stopped")
+    def stop(self) -> None:
+        self.stopped = True
 
+
+CLUSTERS: list[InProcess] = []
+
+
+def run(monkeypatch: pytest.MonkeyPatch, kind: type[InProcess]) -> InProcess:
     before = {number: signal.getsignal(number) for number in up.ENDINGS}
-    monkeypatch.setattr(up, "LocalCluster", Cluster)
+    monkeypatch.setattr(up, "LocalCluster", kind)
     monkeypatch.setattr(up, "ready_lines", lambda state, options: [])
     try:
         up.run(None)  # type: ignore[arg-type]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert seen == ["stopped"]
+    return CLUSTERS.pop()
+
+
+def test_a_signal_whose_exception_is_dropped_stops_the_cluster_too(monkeypatch):
+    """Python drops it in finalizers and in hooks after a fork; later signals are ignored."""
+
+    class Cluster(InProcess):
+        def start(self) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+
+    assert run(monkeypatch, Cluster).stopped
+
+
+def test_a_signal_finds_no_lock_taken_by_the_loop(monkeypatch):
+    """A handler that waited for one would wait for the code that it interrupts, and every further signal with it."""
+
+    of_the_loop = pytest.MonkeyPatch()
+
+    def wait(*_: object) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        return False
+
+    class Cluster(InProcess):
+        watched = False
+
+        def watch(self) -> list[str]:
+            if self.watched:
+                of_the_loop.undo()
+                signal.raise_signal(signal.SIGTERM)
+            self.watched = True
+            of_the_loop.setattr(threading.Condition, "wait", wait)
+            return []
+
+        def stop(self) -> None:
+            of_the_loop.undo()
+            super().stop()
+
+    monkeypatch.setattr(up, "WATCH_SECONDS", 0.0)
+    assert run(monkeypatch, Cluster).stopped

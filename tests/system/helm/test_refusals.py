@@ -97,6 +97,7 @@ def test_what_redis_may_hold_is_compared_in_bytes(renderer: Renderer) -> None:
         {"maxMemory": "1023MB"},
         {"maxMemory": "512mb", "resources": {"limits": {"memory": 536870913}}},
         {"maxMemory": "5gb", "resources": {"limits": {"memory": None}}},
+        {"maxMemory": "5gb", "resources": {"limits": {"memory": "1Ei"}}},
     ]
     for rendered in renderer.render_all([ValueSet(values={"redis": values}) for values in fit]):
         assert rendered.code == 0, rendered.error
