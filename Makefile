@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # More flags for pytest: make test MORE="-k drain"
 MORE ?=
 # Processes that share the tests of `make test` and `make test-long`, a file each at a time.
-PROCESSES ?= 2
+PROCESSES ?= 3
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
 export OMP_NUM_THREADS := 1

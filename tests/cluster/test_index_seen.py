@@ -74,7 +74,7 @@ class Twin:
         return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=1, max_size=15))
 def test_what_was_read_changes_nothing_that_is_written(steps, redis_url, namespace):
     twin = Twin(redis_url, namespace)

@@ -186,6 +186,6 @@ def client(redis_url):
 
 def test_the_registry_in_any_order(client):
     how = settings(
-        max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=6, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(lambda: Membership(client), settings=how)  # type: ignore[arg-type]

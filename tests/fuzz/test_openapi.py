@@ -98,7 +98,7 @@ def asker(guarded: tuple[Router, str], tally: Tally) -> Iterator[Asker]:
 def test_requests_for_tokens(path, mode, asker):
     cases = asker.cases(path, mode, with_key=True)
 
-    @few(15 if path == "/v1/responses" else 60, 0.06)
+    @few(15 if path == "/v1/responses" else 40, 0.06)
     @given(case=cases)
     def ask(case):
         asker.ask(case, f"OpenAPI: what it {'allows' if mode is POSITIVE else 'forbids'}", with_key=True)

@@ -24,7 +24,7 @@ def words(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64, generator=generator).to(torch.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 5000), seed=st.integers(0, 9))
 def test_torchs_sums_are_the_digest(count, seed):
     check(sum64.torch_sums, words(count, seed))
