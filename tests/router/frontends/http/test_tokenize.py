@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import scripted
 
 __all__ = ["scripted"]
@@ -87,4 +88,6 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     client.post("/tokenize", json={"prompt": "a"})
     client.post("/detokenize", json={"tokens": [5]})
     client.post("/v1/messages/count_tokens", json={"messages": CHAT})
-    assert seen == [1, 1, 1] and scripted.admission.in_flight == 0
+    assert seen == [1, 1, 1]
+    # The last place is given back after its answer was sent.
+    wait_for(lambda: scripted.admission.in_flight == 0, 10.0, "the place is free")
