@@ -294,5 +294,5 @@ def test_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (incoming, decode_attempt):
         monkeypatch.setattr(module, "StateMachine", CountedMachine)
     REACHED.counts.update(dict.fromkeys(REACHED.counts, 0))
-    run_state_machine_as_test(DecodeMachine, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(DecodeMachine, settings=settings(max_examples=160, stateful_step_count=40))
     REACHED.check()
