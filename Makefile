@@ -9,8 +9,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # More flags for pytest: make test MORE="-k drain"
 MORE ?=
-# Processes that share the tests of `make test` and `make test-long`, a file each at a time.
+# Processes that share the tests of `make test`, a file each at a time. With two, two cores are idle for a fifth of the time.
 PROCESSES ?= 3
+# Those of `make test-long`: most of its tests start whole clusters, which a third process slows down beyond their limits.
+LONG_PROCESSES ?= 2
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
 export OMP_NUM_THREADS := 1
@@ -33,7 +35,7 @@ unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to s
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
 test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
-	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 15 -n $(PROCESSES) --dist loadfile $(MORE)
+	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 15 -n $(LONG_PROCESSES) --dist loadfile $(MORE)
 
 check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/ruff check .

@@ -152,7 +152,6 @@ async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: 
     assert unknown.returncode == 1 and "registered are:" in unknown.stderr
 
 
-@pytest.mark.long
 def test_prefill_workers_leave_under_load(running: UnderOrders) -> None:
     model, cluster = running.model, running.cluster
     leaving = ready(cluster, "prefill")[0]

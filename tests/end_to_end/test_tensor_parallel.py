@@ -11,14 +11,13 @@ from tests.harness.checkpoints import prompt_ids
 # (variant, prefill ranks, decode ranks). llama-mqa-tied has one KV head: it is replicated where TP is 2.
 CASES = [
     ("mistral", 1, 2),
-    ("qwen3", 2, 1),
-    ("qwen2-window", 2, 2),
-    ("llama-mqa-tied", 1, 2),
-    ("llama-mqa-tied", 2, 1),
+    pytest.param("qwen3", 2, 1, marks=pytest.mark.long),
+    pytest.param("qwen2-window", 2, 2, marks=pytest.mark.long),
+    pytest.param("llama-mqa-tied", 1, 2, marks=pytest.mark.long),
+    pytest.param("llama-mqa-tied", 2, 1, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("variant", "prefill", "decode"), CASES)
 def test_heads_are_resharded(variant, prefill, decode, checkpoint, start_cluster):
     model = checkpoint(variant)

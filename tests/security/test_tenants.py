@@ -14,8 +14,7 @@ from tests.harness.router import KeyFile
 PROMPT = 120
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_prefix_is_shared_within_a_tenant_only(shared, checkpoint, tmp_path):
     keys = KeyFile(tmp_path / "keys.yaml")
     mine, again, probing = keys.add("mine"), keys.add("mine"), keys.add("probing", admin=True)
