@@ -148,9 +148,11 @@ class GrpcEndpoint:
     async def stop(self, seconds: float) -> None:
         """Take no new calls; those that run after `seconds` are ended, and then all connections."""
         await self._accept_last()
-        await connections.stop(self._servers, self._port, seconds)
-        if self._floods is not None:
-            self._floods.close()
+        try:
+            await connections.stop(self._servers, self._port, seconds)
+        finally:
+            if self._floods is not None:
+                self._floods.close()
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""

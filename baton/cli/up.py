@@ -55,14 +55,14 @@ CHOSEN = {
     *("tls_cert", "tls_key", "tls_ca", "tls_client_ca", "public_tls_cert", "public_tls_key"),
 }
 SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN)
-# Variables that name what a command line names otherwise
+# What sets the settings whose variables `baton up` refuses
 INSTEAD = {
     "model": "baton up MODEL",
     "tensor_parallel": "--prefill-tp and --decode-tp",
     **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_client_ca"), "--certs"),
     **dict.fromkeys(("public_tls_cert", "public_tls_key"), "--certs"),
 }
-# Variables without a meaning here: they are those of single processes
+# Settings of single processes, whose variables have no effect on a whole cluster
 NOT_READ = CHOSEN - {"host", "advertise_host"} | {"role", "secret", "redis_password", "index_password"}
 
 
@@ -105,7 +105,7 @@ def up(
             "--max-model-len 0 leaves no room for a prompt: give at least 1, or leave it out for the model's own length",
             field="max_model_len",
         )
-    _name_what_replaces_variables()
+    _refuse_variables()
     options = {
         "model": given[0].absolute() if given else demo_model(),
         **UP.values(UpOptions, flags),
@@ -119,8 +119,8 @@ def up(
     run(made)
 
 
-def _name_what_replaces_variables() -> None:
-    """Raise ConfigError for a variable of a setting that is given otherwise here."""
+def _refuse_variables() -> None:
+    """Raise ConfigError, which names the flag, for a variable of a setting that a flag sets here."""
     for model in (RouterConfig, WorkerConfig):
         for one in settings(model):
             if os.environ.get(one.environment) and one.path[-1] in INSTEAD:
@@ -140,17 +140,17 @@ def _forget_environment() -> None:
 def run(options: UpOptions) -> None:
     """Start the cluster, wait for a signal, stop the cluster."""
     # No Event: a signal that interrupts its `wait` would wait in `set` for a lock that this thread holds.
-    told: list[int] = []
+    signals: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
         # Python drops the exception where it interrupts a finalizer, or a hook after a fork
-        told.append(number)
+        signals.append(number)
         _interrupt()
 
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
             signal.signal(number, interrupt)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         with _shown("starting") as update:
             cluster = LocalCluster(options, progress=update)
             try:
@@ -162,7 +162,7 @@ def run(options: UpOptions) -> None:
         for line in ready_lines(state, options):
             _tell(line)
         try:
-            while not told:
+            while not signals:
                 for line in cluster.watch():
                     _tell(line)
                 time.sleep(WATCH_SECONDS)
@@ -170,9 +170,7 @@ def run(options: UpOptions) -> None:
             _ignore_endings()
             with _shown("stopping"):
                 cluster.stop()
-        _tell("stopped")
-    except KeyboardInterrupt:
-        _tell("stopped")
+    _tell("stopped")
 
 
 def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:

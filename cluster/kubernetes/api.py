@@ -28,13 +28,8 @@ def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = Fals
             kubernetes_config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         else:
             kubernetes_config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # the library checks little
+    # The library checks little
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise kubernetes_config.ConfigException(f"it is not in kubectl's form: {reason}") from error
     settings.retries = 1

@@ -1,9 +1,11 @@
-"""Routers that answer clients as a test says, and the command line in this process."""
+"""Routers that answer clients as a test says, a model's directory, and the command line in this process."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,12 @@ from baton.local.cluster import LocalCluster
 from tests.harness.stub_inference import StubRouter
 
 Said = Callable[..., str]
+
+
+@pytest.fixture
+def model(checkpoint, tmp_path) -> Path:
+    """The directory of a small model, for one test to change."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
 @pytest.fixture

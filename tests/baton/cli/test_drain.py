@@ -138,7 +138,7 @@ def test_workers_of_this_host_are_those_that_live() -> None:
 
 
 def test_a_pod_that_ends_keeps_ray_from_starting_its_worker_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pod of KubeRay the replica would be started anew for the rest of the grace period."""
+    """Ray would restart the replica in a pod of KubeRay, which runs until its grace period has passed."""
     registry = Registry([worker(host=socket.gethostname())])
     monkeypatch.setattr("baton.cli.drain.Drainer", lambda *_: registry)
     assert drain("--self", "--redis-url", "redis://x").exit_code == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from pathlib import Path
 
@@ -19,11 +18,6 @@ from cluster import addresses
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine.model.preflight import least_bytes, read_model
-
-
-@pytest.fixture
-def model(checkpoint, tmp_path) -> Path:
-    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
 def check_ports(model: Path, **router: object) -> None:
