@@ -58,7 +58,9 @@ def run_chaos_cluster(
         store = ("--redis-url", servers.url) if servers is not None else ()
         # Only while it starts: our own clients must not go through the proxy.
         with _environment({**environment, **network.environment}):
-            running = run_cluster(directory / "cluster", model, *FLAGS, *form.flags, *counts, *store)
+            # Orphans are found by their command lines.
+            flags = (*FLAGS, *form.flags, *counts, *store)
+            running = run_cluster(directory / "cluster", model, *flags, forked=False)
             cluster = stack.enter_context(running)
         target = Target(directory / "cluster" / "state.json", replicas, orders, form.ranks, processes)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"

@@ -1,4 +1,4 @@
-"""Whole clusters of real processes, started as a user would start them."""
+"""Whole clusters of real processes, as a user starts them but for their imports (tests/harness/forked_up.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import cluster
 from tests.harness.cluster import Cluster
+from tests.harness.preloaded import preloaded
 
 START_SECONDS = 150.0
 STOP_SECONDS = 60.0
@@ -29,8 +30,9 @@ def gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def run_cluster(directory: Path, model: Path, *flags: str) -> Iterator[Cluster]:
-    """`baton up` with its own ports and Redis; stopped with SIGTERM, and it must stop cleanly."""
+def run_cluster(directory: Path, model: Path, *flags: str, forked: bool = True) -> Iterator[Cluster]:
+    """`baton up` with its own ports and Redis; stopped with SIGTERM, and it must stop cleanly. Not `forked`: command lines
+    are those of `baton up`'s processes."""
     log = directory / "up.log"
     with cluster.run(
         directory,
@@ -39,6 +41,7 @@ def run_cluster(directory: Path, model: Path, *flags: str) -> Iterator[Cluster]:
         environment={**os.environ, "COLUMNS": "200"},
         start_seconds=START_SECONDS,
         stop_seconds=STOP_SECONDS,
+        forks=preloaded(cluster=True) if forked else None,
     ) as running:
         yield running
         ended_early = running.process.poll()

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.preloaded import ForkedProcess, Preloaded
+
 START_SECONDS = 240.0
 STOP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     state: dict[str, Any]
 
     @property
@@ -82,23 +84,31 @@ def run(
     environment: Mapping[str, str] | None = None,
     start_seconds: float = START_SECONDS,
     stop_seconds: float = STOP_SECONDS,
+    forks: Preloaded | None = None,
 ) -> Iterator[Cluster]:
-    """`baton up` with ports of its own; `tree`: of another checkout. Raises RuntimeError with its last words if it
-    does not get ready, or had to be killed."""
+    """`baton up` with ports of its own; `tree`: of another checkout; `forks`: of this process instead of started anew.
+    Raises RuntimeError with its last words if it does not get ready, or had to be killed."""
     out.mkdir(parents=True, exist_ok=True)
     state_file, log = (out / "state.json").absolute(), out / "up.log"
     state_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model), "--state-file", str(state_file)]
-    command += ["--http-port", "0", "--grpc-port", "0", *flags]
+    arguments = ["up", "--model", str(model), "--state-file", str(state_file)]
+    arguments += ["--http-port", "0", "--grpc-port", "0", *flags]
+    variables = dict(_environment(tree) if environment is None else environment)
+    process: subprocess.Popen[str] | ForkedProcess
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tree,
-            env=dict(_environment(tree) if environment is None else environment),
-        )
+        if forks is not None:
+            fds = output.fileno(), output.fileno()
+            process = forks.fork(["tests.harness.forked_up", *arguments], variables, *fds)
+            process.stdin.close()
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "baton", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tree,
+                env=variables,
+            )
     try:
         _wait_for(state_file, process, log, start_seconds)
         yield Cluster(process, json.loads(state_file.read_text()))
@@ -112,7 +122,9 @@ def _environment(tree: Path | None) -> dict[str, str]:
     return kept if tree is None else {**kept, "PYTHONPATH": str(tree)}
 
 
-def _wait_for(state_file: Path, process: subprocess.Popen[str], log: Path, seconds: float) -> None:
+def _wait_for(
+    state_file: Path, process: subprocess.Popen[str] | ForkedProcess, log: Path, seconds: float
+) -> None:
     deadline = time.monotonic() + seconds
     while not state_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -120,7 +132,7 @@ def _wait_for(state_file: Path, process: subprocess.Popen[str], log: Path, secon
         time.sleep(0.1)
 
 
-def _stop(process: subprocess.Popen[str], seconds: float) -> None:
+def _stop(process: subprocess.Popen[str] | ForkedProcess, seconds: float) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

@@ -1,8 +1,8 @@
-"""Python processes that begin with the modules of routers and stub workers imported.
+"""Python processes that begin with the modules of routers and workers imported.
 
-An import of them takes a second of processor time, and `make test` starts some hundred such processes. One process
-imports them once and forks the others. Each has its own environment, arguments, descriptors, signals and exit code, as if
-it had been started by `python -m`.
+An import of them takes a second of processor time, that of torch and of a worker's kernels three more, and the tests start
+some hundred such processes. One process imports them once and forks the others. Each has its own environment, arguments,
+descriptors, signals and exit code, as if it had been started by `python -m`; only its command line is the first one's.
 """
 
 from __future__ import annotations
@@ -28,64 +28,92 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from cluster.process.parent_death import die_with_parent
+
 # Only imported: none of them may start a thread or open a connection, which would not survive the fork.
 MODULES = ("baton.cli.main", "router.server", "tests.harness.linked_worker", "worker.attempt_log", "numpy")
+CLUSTER_MODULES = (
+    "baton.cli.main",
+    "router.server",
+    "prefill_worker.worker",
+    "decode_worker.worker",
+    "engine.build",
+    "engine.attention.paged_cpu",
+    "engine.ops.cpu_ops",
+    "engine.sampling.cpu_draw",
+    "engine.sampling.cpu_cuts",
+    "numba.np.arraymath",
+)
 MAX_REQUEST = 1 << 18  # bytes: arguments and environment
 FDS = 4  # stdin, stdout, stderr, and where the exit code is written
 
 
 class ForkedProcess:
-    """As subprocess.Popen, for what the harness uses of it."""
+    """As subprocess.Popen, for what the harness and `baton up` use of it."""
 
     def __init__(self, pid: int, stdin: IO[str], stdout: IO[str] | None, status: int):
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
         self._status = status
-        self._code: int | None = None
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
-        return self._code
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
-        if self._code is None:
+        if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("forked", timeout or 0.0)
-            self._code = int.from_bytes(os.read(self._status, 4), "little", signed=True)
+            self.returncode = int.from_bytes(os.read(self._status, 4), "little", signed=True)
             os.close(self._status)
-        return self._code
+        return self.returncode
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class Preloaded:
-    """The process that has imported MODULES; it is started when the first fork is requested."""
+    """The process that has imported `modules`; it is started when the first fork is requested, unless `connection` leads
+    to one that runs."""
 
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+    def __init__(self, modules: Sequence[str] = (), connection: socket.socket | None = None) -> None:
+        self._modules = modules
+        self._socket = connection
         self._process: subprocess.Popen[bytes] | None = None
 
     def fork(
-        self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | None,
+        stderr: int,
+        *,
+        session: bool = False,
     ) -> ForkedProcess:
-        """`python -m ARGUMENTS`; its output goes to these descriptors. `stdout`: None = to a pipe."""
+        """`python -m ARGUMENTS`; its output goes to these descriptors. `stdout`: None = to a pipe. `session`: in one
+        of its own, and ended with the process that forks."""
         if self._socket is None:
             self._start()
         assert self._socket is not None
         stdin, to_stdin = os.pipe()
         status, to_status = os.pipe()
         from_stdout, to_stdout = os.pipe() if stdout is None else (None, stdout)
-        request = {"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "session": session,
+        }
         socket.send_fds(self._socket, [json.dumps(request).encode()], [stdin, to_stdout, stderr, to_status])
         for fd in (stdin, to_status, *(() if from_stdout is None else (to_stdout,))):
             os.close(fd)
@@ -113,7 +141,7 @@ class Preloaded:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.preloaded", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.harness.preloaded", str(theirs.fileno()), *self._modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=_ROOT,  # whatever folder a test has changed to
@@ -126,7 +154,7 @@ class Preloaded:
             self._process.wait(20)
 
 
-_allowed: list[Preloaded] = []
+_allowed: list[tuple[Preloaded, Preloaded]] = []
 _EXECUTABLE = sys.executable
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,28 +162,49 @@ _ROOT = Path(__file__).resolve().parents[2]
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Processes of the harness are forked in this block. Benchmarks, which measure processes, start their own."""
-    made = Preloaded()
+    made = Preloaded(MODULES), Preloaded(CLUSTER_MODULES)
     _allowed.append(made)
     try:
         yield
     finally:
         _allowed.remove(made)
-        made.close()
+        for one in made:
+            one.close()
 
 
-def preloaded() -> Preloaded | None:
-    """None where processes are started as usual: outside of `allowed`, and where a test has replaced the interpreter."""
-    return _allowed[-1] if _allowed and sys.executable == _EXECUTABLE else None
+def preloaded(*, cluster: bool = False) -> Preloaded | None:
+    """None where processes are started as usual: outside of `allowed`, and where a test has replaced the interpreter.
+    `cluster`: one with a worker's modules too."""
+    return _allowed[-1][cluster] if _allowed and sys.executable == _EXECUTABLE else None
 
 
 # --- the process that forks --------------------------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket) -> None:
-    for name in MODULES:
+def _load(modules: Sequence[str]) -> None:
+    for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections of the forks need not look through the modules, which would copy their memory
+
+
+def forked_from_here() -> Preloaded:
+    """A process forked from this one, which must not have threads: with its modules, and ended with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        code = 1
+        try:
+            die_with_parent()
+            _serve(theirs)
+            code = 0
+        finally:
+            os._exit(code)
+    theirs.close()
+    return Preloaded(connection=ours)
+
+
+def _serve(requests: socket.socket) -> None:
     waker, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -220,6 +269,9 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     module, *arguments = request["arguments"]
     sys.argv = [module, *arguments]
     code = 1
+    if request["session"]:
+        os.setsid()
+        die_with_parent()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
@@ -238,5 +290,6 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    _load(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as given:
         _serve(given)

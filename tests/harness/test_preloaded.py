@@ -10,13 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.conftest import gone
 from tests.harness.preloaded import ForkedProcess, Preloaded, preloaded
+from tests.harness.waiting import wait_for
 
 SCRIPT = """
 import os, sys
 print(sys.argv[1:], os.environ["OWN"], os.getcwd(), __name__)
 print("apart", file=sys.stderr)
 sys.exit(int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1])
+"""
+
+
+FORKING = """
+import os, time
+from tests.harness.preloaded import forked_from_here
+forks = forked_from_here()
+print(forks.fork(["own_script"], os.environ, None, 2, session=True).pid, flush=True)
+time.sleep(60)
+"""
+WAITING = """
+import time
+time.sleep(60)
 """
 
 
@@ -54,6 +69,22 @@ def test_a_signal_ends_it(forks: Preloaded, number: signal.Signals) -> None:
     process.stdin.close()
     assert process.stdout is not None
     process.stdout.close()
+
+
+def test_a_fork_with_a_session_leads_it_and_ends_with_the_process_that_has_forked_it(
+    forks: Preloaded, tmp_path: Path
+) -> None:
+    (tmp_path / "forking.py").write_text(FORKING)
+    (tmp_path / "own_script.py").write_text(WAITING)
+    process = forks.fork(["forking"], os.environ, None, 2)
+    assert process.stdout is not None
+    with process.stdout, process.stdin:
+        child = int(process.stdout.readline())
+    wait_for(lambda: os.getsid(child) == child, 30, "the fork leads a session")
+    assert os.getsid(process.pid) == os.getsid(0)
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    wait_for(lambda: gone(child), 30, "its fork has ended")
 
 
 def test_another_interpreter_is_not_replaced_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

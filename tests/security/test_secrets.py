@@ -54,6 +54,7 @@ def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_p
             tmp_path / "cluster",
             checkpoint("llama"),
             *("--api-keys-file", str(keys.path), "--otlp-endpoint", collector.url, *PROCESS),
+            forked=False,
         ) as cluster,
     ):
         text = _use(cluster, key, admin)

@@ -104,8 +104,8 @@ def test_random_texts_are_equal(name: str, cut_everywhere: None) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_many_random_texts_are_equal(name: str, cut_everywhere: None) -> None:
-    """15,000 texts of up to 13 parts have 80,000 pairs of neighbours, of 6,241 that there are."""
-    assert_equal_for_random_texts(kind(name), 15_000)
+    """8,000 texts of up to 13 parts have 43,000 pairs of neighbours, of 6,241 that there are."""
+    assert_equal_for_random_texts(kind(name), 8_000)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -72,7 +72,7 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     flags = [*PROCESS, "--prefill-tp", "2"]
-    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags, forked=False) as cluster:
         with Client(cluster.grpc) as client:
             client.generate("a baton is handed over", max_tokens=4, temperature=0)
         unnamed = {"prefill": [NIXL, STORE, GLOO, LINK], "rank": [NIXL, GLOO], "decode": [NIXL, LINK]}
@@ -86,7 +86,7 @@ def test_a_cluster_on_ray_listens_on_loopback_but_for_ports_that_rays_token_guar
     """All of Ray's ports were on every interface. One of each of Serve's replicas still is, because Serve names it so:
     what comes there is unpickled, from holders of the token."""
     flags = ["--pool", "ray", *PROCESS[2:]]
-    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags, forked=False) as cluster:
         with Client(cluster.grpc) as client:
             client.generate("a baton is handed over", max_tokens=4, temperature=0)
         parent = psutil.Process(cluster.process.pid)
@@ -116,7 +116,8 @@ def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
     """`transport: auto`, the default: UCX authenticates no peer, so KV goes through gRPC's mutual TLS."""
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)
-    with run_cluster(tmp_path / "cluster", checkpoint("llama"), "--certs", str(live), *PROCESS) as cluster:
+    flags = ["--certs", str(live), *PROCESS]
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags, forked=False) as cluster:
         with Client(cluster.grpc, tls=client_tls(live)) as client:
             answer = client.generate("a baton is handed over", max_tokens=4, temperature=0)
         assert answer.timings is not None and answer.timings.transport == "grpc"

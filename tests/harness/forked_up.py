@@ -1,0 +1,53 @@
+"""`python -m baton up` whose routers and workers are forked, with their modules imported, instead of started anew.
+
+The processes are the same ones with the same arguments, environments, sessions and logs; what is left out is the second of
+imports of a router and the four of a worker. Ray's processes and ranks are started as always.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from baton.local import children
+from tests.harness.preloaded import Preloaded, forked_from_here
+
+FORKED = ("router", "prefill", "decode")
+
+
+def main() -> None:
+    forks, start = forked_from_here(), children.start
+
+    def fork(
+        name: str, command: Sequence[str], logs: Path, env: dict[str, str] | None = None
+    ) -> children.Child:
+        arguments = list(command[3:])
+        if list(command) != children.baton_command(*arguments) or arguments[0] not in FORKED:
+            return start(name, command, logs, env)
+        return _forked(forks, name, arguments, logs, env)
+
+    children.start = fork
+    sys.argv[0] = "baton"
+    runpy.run_module("baton", run_name="__main__", alter_sys=True)
+
+
+def _forked(
+    forks: Preloaded, name: str, arguments: list[str], logs: Path, env: dict[str, str] | None
+) -> children.Child:
+    log = logs / f"{name}.log"
+    with log.open("ab") as output:
+        environment = {**os.environ, **(env or {})}
+        process = forks.fork(
+            ["baton", *arguments], environment, output.fileno(), output.fileno(), session=True
+        )
+    process.stdin.close()
+    return children.Child(name, cast("subprocess.Popen[bytes]", process), log)
+
+
+if __name__ == "__main__":
+    main()
