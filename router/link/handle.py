@@ -42,16 +42,16 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "_pieces", "asked_taken_in", "cancelled", "heard", "number", "reader")
+    __slots__ = ("_link", "_pieces", "asked_early", "cancelled", "heard", "number", "reader")
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link
         self.number = number
         self.reader = reader
         self.heard = now  # time of its last entry
-        # `taken_in` at the time of the question. Calls and links have no common order, so an answer "unknown" to a
-        # question before the Run was answered means nothing.
-        self.asked_taken_in = False
+        # Questions for its state that were sent before the Run was answered, and have no answer yet. Calls and links have
+        # no common order, so their answers "unknown" mean nothing; they come before the answers to later questions.
+        self.asked_early = 0
         self.cancelled: asyncio.Future[None] | None = None  # the awaited answer to a cancel
 
         self._pieces: dict[int, common_pb2.Token] = {}  # by choice: a large token of which more pieces follow
@@ -62,10 +62,19 @@ class LinkHandle:
 
     def ask(self) -> None:
         """Note that a question for its state is sent now."""
-        self.asked_taken_in = self.reader.taken_in
+        if not self.reader.taken_in:
+            self.asked_early += 1
+
+    def answered(self) -> bool:
+        """Note an answer. Returns whether its question was sent after the Run was answered."""
+        if not self.asked_early:
+            return self.reader.taken_in
+        self.asked_early -= 1
+        return False
 
     def attach(self, attaches: list[link_pb2.LinkAttach]) -> None:
         """Add its entry to a new connection's list."""
+        self.asked_early = 0  # answers on an older connection are not read
         self.ask()
         self._pieces.clear()
         attach = link_pb2.LinkAttach(

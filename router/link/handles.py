@@ -159,9 +159,7 @@ class Handles:
 
     def _state(self, state: link_pb2.HandleState) -> None:
         handle = self._open.get(state.handle)
-        if handle is None or state.kind != link_pb2.HandleState.UNKNOWN:
-            return
-        if handle.asked_taken_in:
+        if handle is not None and handle.answered() and state.kind == link_pb2.HandleState.UNKNOWN:
             del self._open[state.handle]
             self._guarded(
                 handle, partial(handle.reader.lost, PeerLostError("the worker has no such attempt"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import PeerLostError
 from router.link.connection import ENTRIES_A_TURN, entries_of
 from router.link.identity import RouterIdentity
 from tests.harness.waiting import until
@@ -77,6 +78,25 @@ async def test_an_older_connections_answers_are_not_the_newer_ones(pair):
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "it goes on")
     assert one.error is None
+
+
+async def test_unknown_means_nothing_as_the_answer_to_a_question_before_the_run_was_answered(pair):
+    """Also if another question was sent since."""
+    one = pair.read(opened=False, taken_in=False)
+    await pair.up()
+    await until(lambda: not one.handle.asked_early, "the answer to its attach has come")
+    pair.link.ask(-1.0)
+    one.taken_in = True
+    pair.open(one)
+    pair.link.ask(-1.0)
+    unknown = link_pb2.WorkerFrame()
+    unknown.states.add(handle=one.handle.number, kind=link_pb2.HandleState.UNKNOWN)
+    pair.link.take(pair.link._connection, unknown, entries_of(unknown))
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+    assert one.error is None
+    pair.link.take(pair.link._connection, unknown, entries_of(unknown))
+    assert isinstance(one.error, PeerLostError), "the later question's answer"
 
 
 def test_numbers_of_handles_and_links_grow_for_a_whole_life():
