@@ -131,7 +131,7 @@ def _end_by_sigterm_in_a_container() -> None:
 def _key_hint(error: BatonError) -> str:
     """How to give an API key to a command: a router's message names HTTP headers only."""
     unnamed = isinstance(error, UnauthenticatedError) and "--api-key" not in error.message
-    return "; give it by BATON_API_KEY or --api-key" if unnamed else ""
+    return "; commands take it from --api-key or BATON_API_KEY" if unnamed else ""
 
 
 def missing_extra(module: str | None) -> str | None:

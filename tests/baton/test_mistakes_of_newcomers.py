@@ -265,17 +265,24 @@ def test_weights_that_are_larger_than_the_memory(model, monkeypatch):
     preflight.check(both)
 
 
-def test_keys_and_certificates_that_are_left_out(said, monkeypatch, tmp_path):
-    def refuse() -> None:
-        raise UnauthenticatedError("an API key is needed: Authorization: Bearer <key>", field="authorization")
-
+def test_certificates_and_keys_that_are_left_out(said, tmp_path):
     (tmp_path / "c.pem").touch()
     for flag in ("--tls-cert", "--tls-key"):
         only = ("--tls-ca", str(tmp_path / "c.pem"), flag, str(tmp_path / "c.pem"))
         found = said("generate", "hi", "--target", "127.0.0.1:1", *only)
         assert "a certificate and its key belong together: give both" in found
+
+
+@pytest.mark.parametrize(
+    "words", ["an API key is needed: Authorization: Bearer <key>", "the API key is not valid"]
+)
+def test_a_key_that_is_left_out_or_wrong(words, said, monkeypatch):
+    def refuse() -> None:
+        raise UnauthenticatedError(words, field="authorization")
+
     monkeypatch.setattr("baton.cli.main.app", refuse)
-    assert "Bearer <key>; give it by BATON_API_KEY or --api-key [authorization]" in said("generate", "hi")
+    hint = f"{words}; commands take it from --api-key or BATON_API_KEY [authorization]"
+    assert hint in said("generate", "hi")
 
 
 def test_the_word_of_other_servers_and_the_version(said):

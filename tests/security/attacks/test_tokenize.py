@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -135,18 +136,19 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
     message = UNREAD[method]
     assert len(message) < 1 << 16, "within the server's first window"
     host, port = router.grpc.split(":")
-    with socket.create_connection((host, int(port))) as sock, Client(router.grpc, api_key=key) as client:
-        sock.sendall(_unread_call(method, key, message))
+    with Client(router.grpc, api_key=key) as client, contextlib.ExitStack() as calls:
 
-        def refused() -> bool:
-            try:
-                client.tokenize("abc")
-            except OverloadedError:
-                return True
-            return False
+        def taken() -> bool:
+            """A call of `client` may have the place when this one comes, which is refused then."""
+            sock = calls.enter_context(socket.create_connection((host, int(port))))
+            sock.sendall(_unread_call(method, key, message))
+            deadline = time.monotonic() + 3
+            while not (refused := _refused(client)) and time.monotonic() < deadline:
+                pass
+            return refused
 
-        wait_for(refused, 30, "the place is taken")
-        wait_for(lambda: not refused(), 10, "the place is free")
+        wait_for(taken, 30, "the place is taken")
+        wait_for(lambda: not _refused(client), 10, "the place is free")
 
 
 @pytest.mark.long  # gRPC may need 20 s to see each client leave
@@ -158,28 +160,30 @@ def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Rou
     for _ in range(2):
         with socket.create_connection((host, int(port))) as sock, Client(router.grpc, api_key=key) as client:
             sock.sendall(_unread_call(method, key, UNREAD[method]))
-
-            def refused(client: Client = client) -> bool:
-                try:
-                    client.tokenize("abc")
-                except OverloadedError:
-                    return True
-                return False
-
-            # First: a call of the client's could take the place, and this one would be refused.
-            sock.recv(1 << 16)  # settings
-            sock.recv(1 << 16)  # the answer's head: its message is being written
-            wait_for(refused, 30, "the place is taken")
-        wait_for(lambda: not _refused(router, key), 30, "the place is free")
+            _read_head(sock)
+            wait_for(lambda client=client: _refused(client), 30, "the place is taken")
+        with Client(router.grpc, api_key=key) as client:
+            wait_for(lambda client=client: not _refused(client), 30, "the place is free")
 
 
-def _refused(router: Router, key: str) -> bool:
-    with Client(router.grpc, api_key=key) as client:
-        try:
-            client.tokenize("abc")
-        except OverloadedError:
-            return True
+def _refused(client: Client) -> bool:
+    try:
+        client.tokenize("abc")
+    except OverloadedError:
+        return True
     return False
+
+
+def _read_head(sock: socket.socket) -> None:
+    """Wait until the answer's message is being written: a call of another client before this one would take the place."""
+    sock.settimeout(30)
+    with sock.makefile("rb") as frames:
+        kind = None
+        while kind != 1:  # HEADERS
+            head = frames.read(9)
+            assert len(head) == 9, "the router has closed the connection"
+            kind = head[3]
+            frames.read(int.from_bytes(head[:3]))
 
 
 def _unread_call(method: str, key: str, message: bytes) -> bytes:
