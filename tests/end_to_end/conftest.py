@@ -32,7 +32,7 @@ def gone(pid: int) -> bool:
 @contextlib.contextmanager
 def run_cluster(directory: Path, model: Path, *flags: str, forked: bool = True) -> Iterator[Cluster]:
     """`baton up` with its own ports and Redis; stopped with SIGTERM, and it must stop cleanly. Not `forked`: command lines
-    are those of `baton up`'s processes."""
+    and imports are those of `baton up`'s processes, and PYTHON* variables count."""
     log = directory / "up.log"
     with cluster.run(
         directory,
@@ -77,9 +77,10 @@ def start_cluster(tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
         count = 0
 
-        def start(model: Path, *flags: str) -> Cluster:
+        def start(model: Path, *flags: str, forked: bool = True) -> Cluster:
             nonlocal count
             count += 1
-            return stack.enter_context(run_cluster(tmp_path / f"cluster-{count}", model, *flags))
+            running = run_cluster(tmp_path / f"cluster-{count}", model, *flags, forked=forked)
+            return stack.enter_context(running)
 
         yield start

@@ -31,7 +31,7 @@ from tests.observability.scraped import differences, scrape
 def llama(checkpoint, tmp_path_factory):
     """One cluster for the tests that leave it as they found it."""
     model = checkpoint("llama")
-    with run_cluster(tmp_path_factory.mktemp("llama"), model, *PROCESS) as cluster:
+    with run_cluster(tmp_path_factory.mktemp("llama"), model, *PROCESS, forked=False) as cluster:
         yield model, cluster
 
 

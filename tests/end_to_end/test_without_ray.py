@@ -29,7 +29,7 @@ def test_a_hand_off_where_ray_cannot_be_imported(tmp_path, monkeypatch, checkpoi
     )
     assert imports.returncode != 0, "the test's own module takes precedence"
 
-    cluster = start_cluster(checkpoint("llama"), *FLAGS)
+    cluster = start_cluster(checkpoint("llama"), *FLAGS, forked=False)
     with Client(cluster.grpc) as client:
         answer = client.generate(prompt_ids(40), max_tokens=NEW, temperature=0, ignore_eos=True)
     assert len(answer.token_ids) == NEW

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -32,7 +31,6 @@ def main() -> None:
         return _forked(forks, name, arguments, logs, env)
 
     children.start = fork
-    sys.argv[0] = "baton"
     runpy.run_module("baton", run_name="__main__", alter_sys=True)
 
 

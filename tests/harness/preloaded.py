@@ -2,7 +2,9 @@
 
 An import of them takes a second of processor time, that of torch and of a worker's kernels three more, and the tests start
 some hundred such processes. One process imports them once and forks the others. Each has its own environment, arguments,
-descriptors, signals and exit code, as if it had been started by `python -m`; only its command line is the first one's.
+descriptors, signals and exit code, as if it had been started by `python -m`. Its command line, /proc/PID/environ, string
+hashes and what PYTHON* variables say are the first one's, and nothing is destroyed at its exit: tests of these start their
+own.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ CLUSTER_MODULES = (
     "numba.np.arraymath",
 )
 MAX_REQUEST = 1 << 18  # bytes: arguments and environment
-FDS = 4  # stdin, stdout, stderr, and where the exit code is written
+FDS = 4  # stdin, stdout, stderr, and where the pid and then the exit code are written
 
 
 class ForkedProcess:
@@ -66,8 +68,12 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("forked", timeout or 0.0)
-            self.returncode = int.from_bytes(os.read(self._status, 4), "little", signed=True)
+            code = os.read(self._status, 4)
             os.close(self._status)
+            if not code:  # the process that forks has ended, and its forks with it or now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self.returncode = int.from_bytes(code, "little", signed=True) if code else -signal.SIGKILL
         return self.returncode
 
     def terminate(self) -> None:
@@ -117,7 +123,7 @@ class Preloaded:
         socket.send_fds(self._socket, [json.dumps(request).encode()], [stdin, to_stdout, stderr, to_status])
         for fd in (stdin, to_status, *(() if from_stdout is None else (to_stdout,))):
             os.close(fd)
-        pid = int.from_bytes(self._socket.recv(4), "little")
+        pid = int.from_bytes(os.read(status, 4), "little")
         if not pid:
             raise RuntimeError("the process with the imported modules has ended")
         reader = None if from_stdout is None else os.fdopen(from_stdout, "r")
@@ -209,6 +215,9 @@ def _serve(requests: socket.socket) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for `baton up` alone, which stops its children in order
     statuses: dict[int, int] = {}
     watched: list[socket.socket | int] = [requests, waker]
     while True:
@@ -229,7 +238,8 @@ def _serve(requests: socket.socket) -> None:
             statuses[pid] = fds.pop()
             for fd in fds:
                 os.close(fd)
-            requests.send(pid.to_bytes(4, "little"))
+            with contextlib.suppress(BrokenPipeError):  # whoever asked has been interrupted
+                os.write(statuses[pid], pid.to_bytes(4, "little"))
 
 
 def _receive(requests: socket.socket) -> tuple[bytes, list[int]]:
@@ -255,6 +265,7 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Be `python -m ARGUMENTS`, and exit."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     for fd in fds:

