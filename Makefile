@@ -54,16 +54,17 @@ check-subjects:  ## Subjects of the commits since SINCE=origin/main: at most 72 
 	@git log --format=%s "$(SINCE)..HEAD" | awk 'length($$0) > 72 { print "over 72 characters: " $$0; bad = 1 } END { exit bad }'
 
 SYSTEM_TESTS = $(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers"
-# Two processes share these, a file each at a time. The others, which watch recoveries and loads, have the machine alone.
-SYSTEM_SHARED = tests/system/helm tests/system/images tests/system/ui $(SYSTEM_FILES:%=tests/system/test_%.py) \
-	tests/engine/kernels tests/engine/test_warm_up.py
+# Two processes share these in this order, a file each at a time: the longest files first, those of the chart fill the rest.
+# The others, which watch recoveries and loads, have the machine alone.
+SYSTEM_SHARED = tests/engine/kernels tests/engine/test_warm_up.py $(SYSTEM_FILES:%=tests/system/test_%.py) \
+	tests/system/ui tests/system/images tests/system/helm
 SYSTEM_FILES = adapters embeddings first_process left_out messages openai prompt_logprobs redis_tls redis_topologies several_models wheel
 SYSTEM_LEFT = $(filter tests/system/%,$(SYSTEM_SHARED)) tests/system/containers tests/system/helm_life/test_leader_worker_set.py
 # Both parts run whatever the first one says. A second try (MORE) may have nothing to do in one: pytest's code 5.
 SYSTEM_CODE = { code=$$?; [ $$code = $(if $(MORE),5,none) ] || both=$$code; }
 test-system: $(STAMP)  ## Tests that need Debian or npm packages, all kernels; a skip fails, what the machine forbids is named at the end
 	@both=0; \
-	$(SYSTEM_TESTS) -n 2 --dist loadfile $(SYSTEM_SHARED) $(MORE) || $(SYSTEM_CODE); \
+	$(SYSTEM_TESTS) -n 2 --dist loadfile --no-loadscope-reorder $(SYSTEM_SHARED) $(MORE) || $(SYSTEM_CODE); \
 	$(SYSTEM_TESTS) tests/system $(SYSTEM_LEFT:%=--ignore %) $(MORE) || $(SYSTEM_CODE); \
 	exit $$both
 
