@@ -50,7 +50,8 @@ class LinkHandle:
         self.reader = reader
         self.heard = now  # time of its last entry
         # Questions for its state that were sent before the Run was answered, and have no answer yet. Calls and links have
-        # no common order, so their answers "unknown" mean nothing; they come before the answers to later questions.
+        # no common order, so their answers "unknown" mean nothing; they come before the answers to later questions. A
+        # worker may answer several at once: as many later answers are ignored then, too, and the next question decides.
         self.asked_early = 0
         self.cancelled: asyncio.Future[None] | None = None  # the awaited answer to a cancel
 

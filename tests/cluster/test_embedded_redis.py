@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from tests.end_to_end.conftest import gone
+from tests.harness.ended import gone
 from tests.harness.waiting import wait_for
 
 STARTS = """

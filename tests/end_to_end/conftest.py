@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.harness import cluster
@@ -20,13 +19,6 @@ STOP_SECONDS = 60.0
 
 
 Start = Callable[..., Cluster]
-
-
-def gone(pid: int) -> bool:
-    """Also if it is not reaped: not every machine's init does."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 @contextlib.contextmanager

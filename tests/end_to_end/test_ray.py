@@ -17,11 +17,12 @@ from baton.client import Client
 from cluster.faults.orders import Order
 from cluster.faults.points import Point
 from cluster.membership.registry import request_drain
-from tests.end_to_end.conftest import gone, run_cluster, run_under_orders
+from tests.end_to_end.conftest import run_cluster, run_under_orders
 from tests.end_to_end.handover import NEW, assert_all_free, assert_reference
 from tests.end_to_end.ray_processes import Streams, kill_ray, ray_pids, wait_whole
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
+from tests.harness.ended import gone
 from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 

@@ -15,10 +15,11 @@ import pytest
 from baton.client import Client
 from cluster.errors import UnavailableError
 from cluster.faults.orders import Order
-from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders
+from tests.end_to_end.conftest import UnderOrders, run_under_orders
 from tests.end_to_end.handover import PROCESS, assert_all_free, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
+from tests.harness.ended import gone
 from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 

@@ -86,7 +86,7 @@ def run(
     stop_seconds: float = STOP_SECONDS,
     forks: Preloaded | None = None,
 ) -> Iterator[Cluster]:
-    """`baton up` with ports of its own; `tree`: of another checkout; `forks`: of this process instead of started anew.
+    """`baton up` with ports of its own; `tree`: of another checkout; `forks`: of this process.
     Raises RuntimeError with its last words if it does not get ready, or had to be killed."""
     out.mkdir(parents=True, exist_ok=True)
     state_file, log = (out / "state.json").absolute(), out / "up.log"

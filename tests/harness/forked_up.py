@@ -1,7 +1,7 @@
-"""`python -m baton up` whose routers and workers are forked, with their modules imported, instead of started anew.
+"""`python -m baton up` whose routers and workers are forked from a process that has imported their modules.
 
-The processes are the same ones with the same arguments, environments, sessions and logs; what is left out is the second of
-imports of a router and the four of a worker. Ray's processes and ranks are started as always.
+Their arguments, environments, sessions and logs are those of `baton up`. A router saves a second of imports, a worker
+four. Ray's processes and ranks are started as always.
 """
 
 from __future__ import annotations

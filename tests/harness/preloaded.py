@@ -238,7 +238,7 @@ def _serve(requests: socket.socket) -> None:
             statuses[pid] = fds.pop()
             for fd in fds:
                 os.close(fd)
-            with contextlib.suppress(BrokenPipeError):  # whoever asked has been interrupted
+            with contextlib.suppress(BrokenPipeError):  # the process that requested the fork no longer reads
                 os.write(statuses[pid], pid.to_bytes(4, "little"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import gone
+from tests.harness.ended import gone
 from tests.harness.preloaded import ForkedProcess, Preloaded, preloaded
 from tests.harness.waiting import wait_for
 
@@ -23,15 +23,15 @@ sys.exit(int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1])
 
 
 FORKING = """
-import os, time
+import os, signal
 from tests.harness.preloaded import forked_from_here
 forks = forked_from_here()
 print(forks.fork(["own_script"], os.environ, None, 2, session=True).pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
 WAITING = """
-import time
-time.sleep(60)
+import signal
+signal.pause()
 """
 
 

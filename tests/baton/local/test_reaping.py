@@ -12,7 +12,7 @@ import pytest
 from baton.local import children
 from baton.local.supervisor import Supervisor
 from baton.processes import sessions
-from tests.end_to_end.conftest import gone
+from tests.harness.ended import gone
 from tests.harness.waiting import wait_for
 
 LEADER = """

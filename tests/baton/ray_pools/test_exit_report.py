@@ -20,7 +20,7 @@ from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.exit_notices import Decode, config, served
-from tests.end_to_end.conftest import gone
+from tests.harness.ended import gone
 from tests.harness.waiting import wait_for
 
 # A worker that leads a session, with a rank that survives when the worker is killed.

@@ -23,7 +23,7 @@ from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
-from tests.end_to_end.conftest import gone
+from tests.harness.ended import gone
 from tests.harness.waiting import wait_for
 
 START_SECONDS = 120.0

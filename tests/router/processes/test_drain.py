@@ -19,6 +19,7 @@ from cluster.config.router import RouterConfig
 from router.http_endpoint import GRACE_SECONDS
 from router.processes.http import SharedHttpServer
 from router.processes.member import CLOSE_SECONDS, Member, drain_limit_seconds, kill_limit_seconds
+from tests.harness.ended import gone
 from tests.harness.router_group import HttpStream, RouterGroup, Seen, ask_until_refused, run_group
 from tests.harness.waiting import until
 
@@ -117,14 +118,10 @@ async def test_a_process_that_closes_late_is_not_killed(router_model: Path, tmp_
         await asyncio.wait_for(stream.rest(), 60)
         await stream.close()
         assert time.monotonic() - began > GRACE_SECONDS, "the stream had its grace"
-        await until(lambda: not psutil.pid_exists(group.pid) or _is_zombie(group.pid), "it has left")
+        await until(lambda: gone(group.pid), "it has left")
         assert "is killed" not in group.log
         # uvicorn logs that it cancelled the stream
         (group.directory / "router.log").write_text("")
-
-
-def _is_zombie(pid: int) -> bool:
-    return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_the_parent_waits_longer_than_a_process_takes() -> None:
