@@ -99,6 +99,8 @@ def _linear_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Any]]:
     ways: list[Callable[[], Any]] = [lambda: F.linear(x, weight)]
     if x.device.type != "cpu":
         return ways
+    wide_x, wide = x.float(), weight.float()  # the limit of CPUs without an instruction for bf16
+    ways.append(lambda: F.linear(wide_x, wide))
     packed = prepack(weight, x.shape[0])
     if packed is not None:
         multiply = torch.ops.mkldnn._linear_pointwise
@@ -114,10 +116,9 @@ def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     if importlib.util.find_spec("numba") is None:
         return None
     from engine.layers.linear import PanelLinear
-    from engine.ops import cpu_products
     from engine.ops.team import KernelTeam
 
-    if not cpu_products.has_instruction() or weight.shape[1] % 2:
+    if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2:
         return None
     return PanelLinear(weight, None, KernelTeam(1, weight.dtype, SHAPE.head_dim))
 

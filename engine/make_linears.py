@@ -35,9 +35,8 @@ def maker_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGrou
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """The kind of linear layer for plain weights: our own product if this CPU has the instruction for it, and then torch's
-    operations need no second thread; on CUDA our own for single rows if Triton works, which attention by `triton`
-    shows."""
+    """The kind of linear layer for plain weights: our own product on a CPU in bf16, and then torch's operations need no
+    second thread; on CUDA our own for single rows if Triton works, which attention by `triton` shows."""
     if config.dtype != "bfloat16":
         return _torch_linear
     if config.attention_backend == "triton":
@@ -46,8 +45,6 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
         return _torch_linear
     from engine.ops import cpu_products
 
-    if not cpu_products.has_instruction():
-        return _torch_linear
     torch.set_num_threads(1)
     area = cpu_products.Area()
 

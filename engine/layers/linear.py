@@ -138,8 +138,8 @@ class CodedLinear:
 
 
 class PanelLinear:
-    """bf16 on a CPU with AVX512-BF16 or AMX: our own kernels (engine/ops/cpu_products, cpu_tile_products), on the team's
-    threads."""
+    """bf16 on a CPU: our own kernels on the team's threads, by AMX (engine/ops/cpu_tile_products), AVX512-BF16
+    (cpu_products) or in fp32 (cpu_wide_products)."""
 
     row_bytes = 0
     row_maxima = None
@@ -156,7 +156,8 @@ class PanelLinear:
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
         # For any number of rows the same: a row's numbers do not depend on what is computed beside it.
         self._tiled = cpu_tile_products.takes(self._inputs)
-        self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else cpu_jobs.MULTIPLY
+        plain = cpu_jobs.MULTIPLY if cpu_products.has_instruction() else cpu_jobs.MULTIPLY_WIDE
+        self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else plain
         self._blocks = cpu_tile_products.blocks
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
 from engine.ops import cpu_tile_products as tile_products
+from engine.ops import cpu_wide_products as wide_products
 from engine.ops.cpu_elements import CODES
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
@@ -41,9 +42,9 @@ WEIGHTS = 3  # index among a product's arguments
 AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
-    GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP,
-) = range(18)  # fmt: skip
-PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
+    GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP, MULTIPLY_WIDE,
+) = range(19)  # fmt: skip
+PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8)
 _LOW = 0xFFFFFFFF
 DONE = 1  # returned by a kernel; numba's callbacks that raise write the error to stderr and return 0
@@ -240,6 +241,11 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
         return DONE
 
+    def multiply_wide(job, first, last):
+        a = integers(job)
+        wide_products.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        return DONE
+
     def multiply_tiles(job, first, last):
         a = integers(job)
         tile_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
@@ -269,7 +275,7 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
 
     return {
         MULTIPLY: multiply, QUANTIZE: quantize, MULTIPLY_INT8: multiply_int8, MULTIPLY_TILES: multiply_tiles,
-        ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
+        MULTIPLY_WIDE: multiply_wide, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
     }  # fmt: skip
 
 

@@ -6,18 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import cpu_products
+from engine.ops import cpu_int8
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 
 PAGE, BLOCKS = 16, 96
+needs_int8 = pytest.mark.skipif(not cpu_int8.supported(), reason="this CPU has no AVX512-VNNI")
 NO_LIST = (
     "olmo2",
     "olmo2-biases-mqa",
 )  # norms of whole rows, and a stream that is read without one: not as jobs
-needs_kernels = pytest.mark.skipif(
-    not cpu_products.has_instruction(), reason="the list is for CPUs with our own products"
-)
 
 
 def tokens_after(lengths: list[int]) -> list[PlanItem]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.layers.linear import PanelLinear
 from engine.model.rotary import tables
-from engine.ops import cpu_jobs, cpu_products
+from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_llvm import integers
 from engine.ops.cpu_ops import CpuOps
@@ -186,13 +186,27 @@ def test_rows_are_read_and_scaled(dtype):
         torch.testing.assert_close(out, table[rows] * scale, atol=0, rtol=0 if scale != 1 / 0.22 else 1e-6)
 
 
-@pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products_by_panels(threads):
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(
+            cpu_jobs.MULTIPLY,
+            marks=pytest.mark.skipif(
+                not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16"
+            ),
+        ),
+        cpu_jobs.MULTIPLY_WIDE,
+    ],
+)
+def test_products_by_panels(threads, code, monkeypatch):
     """Every size of a tile, several of them, and outputs that do not fill a panel."""
+    monkeypatch.setattr(cpu_tile_products, "takes", lambda inputs: False)
+    monkeypatch.setattr(cpu_products, "has_instruction", lambda: code == cpu_jobs.MULTIPLY)
     team = KernelTeam(threads, torch.bfloat16, DIM)
     weight, bias = random(75, WIDTH, dtype=torch.bfloat16), random(75, dtype=torch.bfloat16)
     linear, plain = PanelLinear(weight, bias, team), PanelLinear(weight, None, team)
+    assert linear._code == code
     x = random(40, WIDTH, dtype=torch.bfloat16)
     exact = x.double() @ weight.double().T
     for rows in (*range(1, 14), 40):

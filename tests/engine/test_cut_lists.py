@@ -17,7 +17,7 @@ from engine.lora.loaded import LoadedAdapters
 from engine.ops import cpu_jobs
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
-from tests.engine.decode_steps import NO_LIST, needs_kernels
+from tests.engine.decode_steps import NO_LIST, needs_int8
 from tests.engine.ranks import runners
 from tests.harness.adapters import ALL, ATTENTION, make_adapter
 from tests.harness.checkpoints import EXPERTS, VARIANTS, variants
@@ -113,27 +113,24 @@ def assert_counted(ranks: list[ModelRunner]) -> None:
         assert kept == sum(buffer.nbytes for buffer in vars(jobs._work).values()) + lists
 
 
-@needs_kernels
 @pytest.mark.parametrize("variant", variants(("llama",), NO_LIST))
 def test_two_ranks_compute_lists_between_their_sums(variant, checkpoint, tmp_path):
     check(checkpoint(variant), tmp_path, 2)
 
 
-@needs_kernels
+@needs_int8
 @pytest.mark.long
 @pytest.mark.parametrize("variant", variants(tuple(VARIANTS), (*NO_LIST, *EXPERTS)))
 def test_int8_rows_that_ranks_share_are_measured_between_lists(variant, checkpoint, tmp_path):
     check(checkpoint(variant), tmp_path, 2, quantization="int8")
 
 
-@needs_kernels
 @pytest.mark.long
 @pytest.mark.parametrize("variant", EXPERTS)
 def test_ranks_of_whole_experts_compute_lists(variant, checkpoint, tmp_path):
     check(checkpoint(variant), tmp_path, 2, expert_parallel=True)
 
 
-@needs_kernels
 @pytest.mark.parametrize("variant", variants(("qwen2-moe",), [one for one in VARIANTS if one not in CUT]))
 def test_experts_and_biases_are_between_lists(variant, checkpoint, tmp_path):
     check(checkpoint(variant), tmp_path, 1, threads=2)

@@ -26,7 +26,6 @@ from tests.engine.decode_steps import (
     BLOCKS,
     NO_LIST,
     filled,
-    needs_kernels,
     one_by_one,
     tokens_after,
 )
@@ -51,7 +50,6 @@ def poison(runner: ModelRunner) -> None:
         buffer.fill_(math.nan)
 
 
-@needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("variant", variants((*FIRST, "gemma3"), NO_LIST))
 def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
@@ -76,7 +74,6 @@ def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
             assert torch.equal(own.isfinite() & (own != 0), written[:BLOCKS] != 0)
 
 
-@needs_kernels
 def test_buffers_of_a_large_batch_are_trimmed(checkpoint, monkeypatch):
     """After so many steps in a row that need a quarter of them; the steps' logits are the same."""
     monkeypatch.setattr(decode_jobs, "TRIM_AFTER", 3)
@@ -93,7 +90,6 @@ def test_buffers_of_a_large_batch_are_trimmed(checkpoint, monkeypatch):
     assert sizes == [32] * 8 + [8] * 4 + [8] * 3 + [2, 32]
 
 
-@needs_kernels
 def test_other_steps_are_computed_one_by_one(checkpoint, tmp_path):
     """Prompts, chunks of one token; and all of a model that has operations without a kernel."""
     runner = make(checkpoint("llama"), 1)
@@ -110,7 +106,6 @@ def test_other_steps_are_computed_one_by_one(checkpoint, tmp_path):
     assert make(write(tmp_path, "olmo2"), 1)._decode_jobs is None
 
 
-@needs_kernels
 def test_a_chunk_of_one_token_is_exported_layer_by_layer(checkpoint):
     told = []
 
@@ -126,7 +121,6 @@ def test_a_chunk_of_one_token_is_exported_layer_by_layer(checkpoint):
     assert told == [("r", layer, 20, 21, [5, 9]) for layer in layers]
 
 
-@needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_engine_says_the_same_with_and_without_lists(threads, checkpoint):
     """Requests come and go, so that lists of many sizes are made."""
@@ -190,7 +184,6 @@ def test_the_jobs_before_a_product_prefetch_its_weights():
     assert reads_first == [0, 0, 1, 0, 0, 1, 0]
 
 
-@needs_kernels
 def test_a_job_on_its_own_prefetches_nothing(checkpoint):
     """It shares the team's numbers with the lists before it."""
     runner = make(checkpoint("llama"), 2)
@@ -204,7 +197,6 @@ def test_a_job_on_its_own_prefetches_nothing(checkpoint):
     assert row[cpu_jobs.AHEAD] == 0
 
 
-@needs_kernels
 def test_panels_begin_a_huge_page():
     """From 2 MiB on: a row is multiplied from them at the speed of reading."""
     weight = torch.arange(1024 * 1056, dtype=torch.float32).to(torch.bfloat16).view(1056, 1024)

@@ -24,6 +24,7 @@ from engine.quant import int8
 from engine.quant.int8 import PanelInt8, Scratch, TorchInt8
 from engine.request import EngineRequest
 from engine.runner import ModelRunner
+from tests.engine.decode_steps import needs_int8
 from tests.engine.int8_reference import GREEDY, assert_reference
 from tests.engine.ranks import KV_BYTES, engine_of, make_engine, run, runners
 from tests.engine.shapes import SHAPES
@@ -46,9 +47,6 @@ OUTPUTS, INPUTS = 75, 100  # neither fills a panel
 
 
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-needs_kernels = pytest.mark.skipif(not cpu_int8.supported(), reason="this CPU has no AVX512-VNNI")
 
 
 # One rounding in the last place; bf16 results are rounded once more.
@@ -77,7 +75,7 @@ def test_weights_keep_within_half_a_step(dtype) -> None:
     assert (error <= packed.scales.double()[:, None] * 0.50001).all()
 
 
-@needs_kernels
+@needs_int8
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", [False, True])
 def test_rows_are_rounded_to_the_nearest_even_integers(dtype, given) -> None:
@@ -122,7 +120,7 @@ def layer(form: str, dtype: torch.dtype, bias: Tensor | None, threads: int = 1) 
     [
         ("torch", 1),
         *(
-            pytest.param(form, threads, marks=needs_kernels)
+            pytest.param(form, threads, marks=needs_int8)
             for form in ("vectors", "tiles")
             for threads in (1, 2)
         ),
@@ -145,7 +143,7 @@ def test_products(dtype, form, threads) -> None:
     assert torch.equal(linear(x)[3], bias)
 
 
-@needs_kernels
+@needs_int8
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_forms_give_the_same_numbers(dtype) -> None:
     """Long rows of one sign, whose sums are the largest: 4096 · 127 · 127."""
@@ -162,7 +160,15 @@ def test_all_forms_give_the_same_numbers(dtype) -> None:
     assert torch.equal(TorchInt8(weight, None, None)(x), expected.to(dtype))
 
 
-@needs_kernels
+def test_sums_of_long_rows_are_exact() -> None:
+    """Without the kernels: sums beyond 2^24, of which fp32 has only some, in several slices of inputs and channels."""
+    codes = torch.randint(90, 128, (1103, 4099), dtype=torch.int8)
+    product = TorchInt8(Int8Weight(codes[3:], torch.ones(1100)), None, None)._product(codes[:3])
+    assert torch.equal(product.long(), codes[:3].long() @ codes[3:].long().T)
+    assert product.min() > 1 << 24
+
+
+@needs_int8
 @pytest.mark.parametrize("form", ["vectors", "tiles"])
 def test_blocks_of_rows_and_slices_of_inputs_give_the_same_numbers(form, monkeypatch) -> None:
     dtype, inputs = torch.float32, 2200  # three slices
@@ -213,7 +219,7 @@ class TwoRanks:
         return x * 1.7
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_kernels)])
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_int8)])
 def test_ranks_that_share_inputs_round_by_the_largest_of_all(kernels) -> None:
     dtype = torch.float32
     team = KernelTeam(1, dtype, 16) if kernels else Team(1)
@@ -238,7 +244,7 @@ def runner_of(model: Path, threads: int) -> ModelRunner:
     return ModelRunner(load_model(config))
 
 
-@needs_kernels
+@needs_int8
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "variant",
@@ -264,12 +270,12 @@ def test_a_decode_step_is_one_list_of_jobs(variant, threads, checkpoint) -> None
             assert torch.equal(runner.execute(StepPlan(items, [])), expected)
 
 
-@needs_kernels
+@needs_int8
 def test_a_model_without_norms_before_its_parts_has_no_list(checkpoint) -> None:
     assert runner_of(checkpoint("olmo2"), 1)._decode_jobs is None
 
 
-@needs_kernels
+@needs_int8
 def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
     quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0, 0))
     product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0, 1))
@@ -277,7 +283,7 @@ def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
     assert listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist() == [1 << 20, 0, 0]
 
 
-@needs_kernels
+@needs_int8
 def test_the_kernels_are_used(checkpoint) -> None:
     loaded = load_model(
         EngineConfig(

@@ -19,7 +19,6 @@ from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
 from engine.model.rotary import tables
-from engine.ops import cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.team import KernelTeam, Team
@@ -241,7 +240,6 @@ def runner_of(model: Path, threads: int = 1, **config: object) -> ModelRunner:
     return ModelRunner(load_model(settings))
 
 
-@pytest.mark.skipif(not cpu_products.has_instruction(), reason="needs AVX512-BF16")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_decode_step_is_one_list_of_jobs(threads, checkpoint) -> None:
     runner = runner_of(checkpoint("qwen3"), threads, kv_dtype="int8")

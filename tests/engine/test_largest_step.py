@@ -40,13 +40,10 @@ def test_buffers_of_listed_decode_steps_are_counted(checkpoint, monkeypatch) -> 
     """They grow in the first large batch, and are still there when the largest step runs."""
     decode_jobs = pytest.importorskip("engine.decode_jobs")
     cpu_jobs = pytest.importorskip("engine.ops.cpu_jobs")
-    cpu_products = pytest.importorskip("engine.ops.cpu_products")
     memory = Loading(monkeypatch, 100 * MIB, peak=7 * MIB)
     config = EngineConfig(
         model=checkpoint("llama"), device="cpu", dtype="bfloat16", max_model_len=256, max_batch_requests=20
     )
-    # whatever instructions this CPU has; nothing is computed
-    monkeypatch.setattr(cpu_products, "has_instruction", lambda: True)
     loaded = load_model(config, memory=memory)
     jobs = ModelRunner(loaded)._decode_jobs
     assert jobs is not None

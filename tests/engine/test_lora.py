@@ -24,7 +24,6 @@ from engine.runner import ModelRunner
 from engine.scheduler.decision import _slot
 from engine.speculation.per_sequence import PerSequence
 from engine.step_delta import StepDelta
-from tests.engine.decode_steps import needs_kernels
 from tests.engine.rank_parts import move
 from tests.engine.ranks import KV_BYTES, engine_of, make_engine, run, runners
 from tests.harness.adapters import ALL, ATTENTION, make_adapter, merge
@@ -105,7 +104,6 @@ def test_rows_without_adapter_pay_nothing_beside_none(adapted):
 
 
 @pytest.mark.long
-@needs_kernels
 def test_decode_steps_are_lists_of_jobs(adapted, monkeypatch):
     """With adapters or without; without, to the last bit as without slots for adapters."""
 

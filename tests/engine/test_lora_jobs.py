@@ -14,7 +14,7 @@ from engine.build import load_model
 from engine.lora.loaded import LoadedAdapters
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
-from tests.engine.decode_steps import NO_LIST, needs_kernels, one_by_one
+from tests.engine.decode_steps import NO_LIST, needs_int8, one_by_one
 from tests.engine.ranks import KV_BYTES
 from tests.harness.adapters import ALL, make_adapter
 from tests.harness.checkpoints import EXPERTS, variants
@@ -76,8 +76,7 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@needs_kernels
-@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=[pytest.mark.long, needs_int8])])
 @pytest.mark.parametrize("variant", variants(("gemma3",), (*NO_LIST, *EXPERTS)))
 def test_a_list_is_the_operations_to_the_last_bit(variant, quantization, checkpoint, tmp_path):
     """Also for rows without an adapter, which compute as beside none, and for any number of threads."""

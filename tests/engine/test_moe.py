@@ -18,7 +18,6 @@ from engine.model import make_moe, weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
-from engine.ops import cpu_products
 from engine.ops.moe import Routing, Sorted
 from engine.ops.team import KernelTeam
 from engine.parallel.group import NullGroup
@@ -50,9 +49,6 @@ ROUTINGS = {
     "softmax of chosen": Routing(2, "softmax of chosen", False, False),
     "sigmoid": Routing(2, "sigmoid", True, False, random(COUNT, seed=9) / 5, 4, 2, 1.5),
 }
-needs_instruction = pytest.mark.skipif(
-    not cpu_products.has_instruction(), reason="own products are for AVX512-BF16"
-)
 
 
 def make(routing: Routing, linear, dtype: torch.dtype) -> Moe:
@@ -70,7 +66,7 @@ def make(routing: Routing, linear, dtype: torch.dtype) -> Moe:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("linear", "dtype"),
-    [(by_rows, torch.float32), pytest.param(by_panels, torch.bfloat16, marks=needs_instruction)],
+    [(by_rows, torch.float32), (by_panels, torch.bfloat16)],
 )
 def test_a_row_is_the_same_whatever_rows_are_beside_it(routing, linear, dtype, monkeypatch):
     """To the last bit: alone, among many, in another order, and in pieces of a long prompt."""

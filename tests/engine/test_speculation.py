@@ -15,7 +15,6 @@ from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
 from engine.build import load_model
 from engine.engine import Engine
-from engine.ops import cpu_products
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
@@ -323,9 +322,7 @@ def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_logits_of_drafts_are_those_of_steps_of_their_own(checkpoint, count):
-    """To the last bit, with our own products: on CPUs with AMX and with AVX512-BF16 alone."""
-    if not cpu_products.has_instruction():
-        pytest.skip("torch's products may round rows otherwise that are multiplied together")
+    """To the last bit, with our own products."""
     settings = EngineConfig(model=checkpoint("llama"), dtype="bfloat16", kv_memory_bytes=KV_BYTES)
     runner = ModelRunner(load_model(settings))
     tokens, blocks = prompt_ids(20 + count, seed=5), list(range(8))
