@@ -94,11 +94,11 @@ class TorchInt8:
         # torch's integer product takes 25 times as long as that in fp32 on CPUs without AVX512-VNNI (measured).
         out = torch.zeros(len(codes), self._columns.shape[1], dtype=torch.int32)
         for first in range(0, codes.shape[1], EXACT_INPUTS):
-            inputs = slice(first, first + EXACT_INPUTS)
-            rows = codes[:, inputs].float()
+            part = slice(first, first + EXACT_INPUTS)
+            wide = codes[:, part].float()
             for at in range(0, out.shape[1], _WIDENED):
                 channels = slice(at, at + _WIDENED)
-                out[:, channels] += torch.mm(rows, self._columns[inputs, channels].float()).int()
+                out[:, channels] += torch.mm(wide, self._columns[part, channels].float()).int()
         return out
 
 

@@ -1,4 +1,4 @@
-"""Products with bf16 weights by AMX: exact enough, bitwise the same whatever rows are beside, within their memory."""
+"""Products with bf16 weights, by AMX where this CPU has it: exact enough, bitwise the same whatever rows are beside, within their memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(shape, bias):
     assert torch.equal(made(x[37:90]), alone[37:90])
 
 
-@needs_amx
 @pytest.mark.parametrize("threads", [2, 3])
 def test_shares_of_threads_give_the_same_bits(threads):
     """A share begins and ends anywhere in a block."""
@@ -68,7 +67,6 @@ def guarded(shape: tuple[int, int], to_read: bool) -> tuple[Tensor, mmap.mmap]:
     return rows, memory
 
 
-@needs_amx
 @pytest.mark.parametrize("rows", [1, 3, 16, 20, 32, 33, 50])
 def test_nothing_is_read_or_written_beyond_the_rows(rows):
     """A product that does ends the process."""
@@ -79,7 +77,6 @@ def test_nothing_is_read_or_written_beyond_the_rows(rows):
     assert torch.equal(out, made(x.clone()))
 
 
-@needs_amx
 def test_columns_beyond_the_matrix_are_not_written():
     made, matrix = linear(64, 75)
     x, out = numbers(40, 64, seed=2), torch.full((42, 75), 7.0, dtype=torch.bfloat16)
@@ -89,7 +86,6 @@ def test_columns_beyond_the_matrix_are_not_written():
     assert (out[0] == 7).all() and (out[41] == 7).all()
 
 
-@needs_amx
 def test_rows_of_which_one_is_not_finite_leave_the_others_alone():
     made, _ = linear(64, 75)
     x = numbers(50, 64, seed=2)
