@@ -48,6 +48,20 @@ def listen(host: str, port: int, backlog: int, *options: tuple[int, int, int]) -
     return sock
 
 
+def network_of(connection: socket.socket) -> str:
+    """Return the address by which a port counts a peer's connections, or "" if it has left. Of IPv6 the first 64 bits: a
+    peer usually has all addresses that begin with them."""
+    try:
+        peer = connection.getpeername()
+    except OSError:  # it was reset
+        return ""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.packed[:8].hex())
+
+
 def advertised(host: str, advertise_host: str, redis_url: str) -> str:
     """Return the host to register: the configured one, else the address listened on.
 

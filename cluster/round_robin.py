@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -81,12 +82,24 @@ class CountedRoundRobin(RoundRobin[T]):
         self._count(owner)
         return item
 
+    @property
+    def most(self) -> int:
+        """Items of the owner with the most."""
+        return self._most if self._by_count else 0
+
     def pop_newest_of_most(self) -> T:
         """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
         KeyError where none waits."""
+        return self._pop_of_most(deque.pop)
+
+    def pop_oldest_of_most(self) -> T:
+        """As `pop_newest_of_most`, of that owner's the oldest."""
+        return self._pop_of_most(deque.popleft)
+
+    def _pop_of_most(self, take: Callable[[deque[T]], T]) -> T:
         owner = next(reversed(self._by_count[self._most]))
         queue = self._waiting[owner]
-        item = queue.pop()
+        item = take(queue)
         if not queue:
             del self._waiting[owner]
         self._items -= 1

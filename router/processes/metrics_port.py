@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from cluster.config.router import RouterConfig
 from cluster.protocol.times import LOOP_STALL_SECONDS
-from cluster.telemetry.exposition import MetricsApp, MetricsServer, StartResponse
+from cluster.telemetry.exposition import MetricsServer
 from router.processes.child_process import ChildProcess
 from router.processes.merged_metrics import MergedMetrics, Shown
 
@@ -38,22 +38,24 @@ class MetricsPort:
         self._loop = asyncio.get_running_loop()
         self._turned = time.monotonic()
         self._timer: asyncio.Handle = self._loop.call_soon(self._turn)
-        router = MetricsApp(_Collected(self._loop, lambda: _merged(metrics)))
+        router = _Collected(self._loop, lambda: _merged(metrics))
 
         def of(index: int) -> Coroutine[Any, Any, Sequence[Metric]]:
             return metrics.of_process(children.get(index))
 
         processes = {
-            f"metrics/{index}": MetricsApp(_Collected(self._loop, partial(of, index)))
+            f"metrics/{index}": _Collected(self._loop, partial(of, index))
             for index in range(config.processes)
         }
 
-        def answer(environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-            return processes.get(environ.get("PATH_INFO", "").strip("/"), router)(environ, start_response)
-
         probes = {"ready": why_not_ready, "live": self._why_not_live}
         self._server = MetricsServer(
-            config.host, config.metrics_port, answer, probes, {"router": config.router_id}
+            config.host,
+            config.metrics_port,
+            router,
+            probes,
+            {"router": config.router_id},
+            pages=processes,
         )
         self.port = self._server.port
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from cluster.telemetry import exposition
+from cluster.telemetry import short_http
 from cluster.telemetry.exposition import MetricsServer
 from tests.harness.waiting import wait_for
+
+LIMIT = 8
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
-    monkeypatch.setattr(exposition, "CONNECTION_SECONDS", 1.0)
-    monkeypatch.setattr(exposition, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(short_http, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(short_http, "MAX_CONNECTIONS", LIMIT)
     made = MetricsServer("127.0.0.1", 0, CollectorRegistry(), {"ready": list, "live": list}, {"worker": "w"})
     yield made
     made.close()
 
 
-def connect(server: MetricsServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+def connect(server: MetricsServer, address: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(address, 0))
 
 
 def ended(sock: socket.socket) -> bool:
@@ -76,9 +81,84 @@ def test_a_crowd_does_not_keep_probes_out(server: MetricsServer) -> None:
 
 
 def test_heads_have_a_size(server: MetricsServer) -> None:
-    many = b"".join(b"a%d: b\r\n" % number for number in range(500))
+    many = b"".join(b"a%d: b\r\n" % number for number in range(2500))
     for head in (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n" + many + b"\r\n"):
         with connect(server) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(head)
             assert b"200" not in sock.recv(4096).split(b"\r\n", 1)[0]
     assert answers(server)
+
+
+@pytest.mark.parametrize("addresses", [1, LIMIT - 1])
+def test_a_flood_from_other_addresses_cuts_no_probe(addresses: int, server: MetricsServer) -> None:
+    """However many connections come between the first byte of a probe and its last."""
+    with contextlib.ExitStack() as stack:
+        probe = stack.enter_context(connect(server))
+        probe.sendall(b"GET /live HTTP/1.1\r\n")
+        wait_for(lambda: len(server._server._open) == 1, 30, "it is accepted")
+        flood = [
+            stack.enter_context(connect(server, f"127.0.0.{2 + number % addresses}"))
+            for number in range(5 * LIMIT)
+        ]
+        # Those of one address go in the order of arrival.
+        assert all(ended(one) for one in flood[: -LIMIT - addresses])
+        probe.sendall(b"host: x\r\n\r\n")
+        assert b"200 OK" in probe.recv(4096)
+
+
+def test_a_connection_is_closed_by_the_number_of_its_reads(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of a head that comes alone wakes the thread."""
+    monkeypatch.setattr(short_http, "HEAD_READS", 3)
+    with connect(server) as sock:
+        for read in range(1, 3):
+            sock.sendall(b"x")
+            wait_for(
+                lambda read=read: [one._reads for one in server._server._open] == [read], 30, "it is read"
+            )
+        sock.sendall(b"x")
+        assert b"400 Bad Request" in sock.recv(4096)
+        assert ended(sock)
+
+
+class Hanging(Collector):
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.times = 0
+
+    def collect(self) -> Iterator[Metric]:
+        self.times += 1
+        assert self.go_on.wait(30)
+        yield from ()
+
+
+def test_scrapes_that_hang_hold_up_no_probe_and_leave_nothing_behind() -> None:
+    hanging = Hanging()
+    server = MetricsServer("127.0.0.1", 0, hanging, {"live": list}, {})
+    with contextlib.ExitStack() as stack:
+        scrapes = [stack.enter_context(connect(server)) for _ in range(2 * short_http.MAX_CONNECTIONS)]
+        for one in scrapes:
+            one.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert httpx.get(f"http://127.0.0.1:{server.port}/live", timeout=30).status_code == 200
+        waiting = [one for exchanges in server._waiting.values() for one in exchanges]
+        assert hanging.times == 1 and 0 < len(waiting) <= short_http.MAX_CONNECTIONS
+        hanging.go_on.set()
+        assert b"200 OK" in scrapes[-1].recv(4096)
+        assert not server._waiting
+    server.close()
+
+
+def test_a_server_without_a_free_thread_goes_on(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with connect(server) as sock:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert b"500" in sock.recv(4096)
+        assert answers(server)
+    assert httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=30).status_code == 200

@@ -10,10 +10,10 @@ which has no turns, every client would wait behind a flood from one tenant or ad
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 
+from cluster.addresses import network_of
 from cluster.errors import UnauthenticatedError
 from cluster.round_robin import CountedRoundRobin
 from cluster.security.key_file import ApiKeys
@@ -49,7 +49,7 @@ class ReadyConnections:
         if tenant is not None:
             queue, owner = self._with_key, tenant
         else:
-            queue, owner = self._without_key, _address(connection)
+            queue, owner = self._without_key, network_of(connection)
         queue.push(owner, connection)
         return queue.pop_newest_of_most() if len(queue) > self._limit else None
 
@@ -74,16 +74,3 @@ class ReadyConnections:
             return self._keys.check(f"Bearer {found[1].decode('latin-1')}").tenant
         except UnauthenticatedError:
             return None
-
-
-def _address(connection: socket.socket) -> str:
-    """By which clients take turns. Of IPv6 the first 64 bits: a client usually has all addresses that begin with them."""
-    try:
-        peer = connection.getpeername()
-    except OSError:  # it was reset
-        return ""
-    host = str(peer[0]) if isinstance(peer, tuple) else ""
-    if ":" not in host:
-        return host
-    address = ipaddress.IPv6Address(host.partition("%")[0])
-    return str(address.ipv4_mapped or address.packed[:8].hex())

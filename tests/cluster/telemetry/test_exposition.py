@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.exposition import BODY_SECONDS, MetricsApp
+from cluster.telemetry.exposition import BODY_SECONDS, MetricsPage, MetricsServer, accepts_open_metrics
+from tests.harness.waiting import wait_for
 
 
 class Counting(Collector):
@@ -30,52 +32,53 @@ class Counting(Collector):
         yield GaugeMetricFamily("times", "help", self.times)
 
 
-def scrape(app: MetricsApp, accept: str = "") -> str:
-    told: list[Any] = []
-    (body,) = app({"HTTP_ACCEPT": accept}, lambda *given: told.append(given))
-    headers = dict(told[0][1])
-    assert int(headers["Content-Length"]) == len(body)
-    assert headers["Content-Type"].startswith(accept.partition(";")[0] or "text/plain")
-    return body.decode()
+def scrape(page: MetricsPage, accept: str = "") -> str:
+    open_metrics = accepts_open_metrics(accept)
+    answer = page.recent(open_metrics) or page.render(open_metrics)
+    assert answer.content_type.startswith(accept.partition(";")[0] or "text/plain")
+    return answer.body.decode()
 
 
 def test_a_body_is_reused_for_a_moment() -> None:
     now = 5.0
     registry = Counting()
-    app = MetricsApp(registry, lambda: now)
-    assert [scrape(app) for _ in range(3)] == 3 * [scrape(app)] and "times 1.0" in scrape(app)
+    page = MetricsPage(registry, lambda: now)
+    assert [scrape(page) for _ in range(3)] == 3 * [scrape(page)] and "times 1.0" in scrape(page)
     now += BODY_SECONDS - 0.01
-    assert "times 1.0" in scrape(app)
+    assert "times 1.0" in scrape(page)
     now += 0.02
-    assert "times 2.0" in scrape(app)
+    assert "times 2.0" in scrape(page)
 
 
 def test_each_format_has_a_body_of_its_own() -> None:
-    app = MetricsApp(Counting(), lambda: 0.0)
+    page = MetricsPage(Counting(), lambda: 0.0)
     for _ in range(2):
-        assert "times 1.0" in scrape(app)
-        assert scrape(app, "application/openmetrics-text").endswith("# EOF\n")
+        assert "times 1.0" in scrape(page)
+        assert scrape(page, "application/openmetrics-text").endswith("# EOF\n")
 
 
 @pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
 def test_the_versions_that_scrapers_name_are_no_formats(kind: str) -> None:
     """A body was rendered and kept for each: a client made gigabytes of them. Words as versions were errors."""
     registry = Counting()
-    app = MetricsApp(registry, lambda: 0.0)
+    page = MetricsPage(registry, lambda: 0.0)
     for version in ("1.0.0", "1.0.1", "1.0.2", "0.0.4", "one", ""):
         for more in ("", ";escaping=dots", ";q=0.5"):
-            assert "times 1.0" in scrape(app, f"{kind}; version={version}{more}")
-    assert registry.times == 1 and len(app._bodies) == 1
+            assert "times 1.0" in scrape(page, f"{kind}; version={version}{more}")
+    assert registry.times == 1 and len(page._answers) == 1
 
 
 def test_32_scrapers_at_once_cost_one_rendering() -> None:
     registry = Counting()
-    app = MetricsApp(registry, lambda: 0.0)
     registry.go_on.clear()
-    scrapers = [threading.Thread(target=scrape, args=(app,)) for _ in range(32)]
-    for one in scrapers:
-        one.start()
-    registry.go_on.set()
-    for one in scrapers:
-        one.join(20)
+    server = MetricsServer("127.0.0.1", 0, registry, {}, {})
+    with ThreadPoolExecutor(32) as scrapers:
+        scrapes = [
+            scrapers.submit(httpx.get, f"http://127.0.0.1:{server.port}/metrics", timeout=20)
+            for _ in range(32)
+        ]
+        wait_for(lambda: sum(map(len, server._waiting.values())) == 32, 20, "all of them wait")
+        registry.go_on.set()
+        assert all("times 1.0" in one.result(20).text for one in scrapes)
+    server.close()
     assert (registry.times, registry.together) == (1, 1)
