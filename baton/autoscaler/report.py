@@ -7,12 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from baton.autoscaler.config import AutoscalingConfig, ServeAutoscalingConfig
 from baton.autoscaler.decision import Decision, Reason
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import ROLES, Role
+from cluster.errors import ConfigError
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.metrics import autoscaler as declared
 
 PARTS = ("redis", "platform")
@@ -94,21 +96,16 @@ class ServeMetrics:
     def _open(self) -> None:
         host, port = self._config.metrics_host, self._config.metrics_port
         try:
-            server, _ = start_http_server(port, host, self._registry)
-        except OSError as error:
+            server = MetricsServer(host, port, self._registry, {}, {})
+        except ConfigError as error:
             if not self._refused:
                 self._log.warning(
                     "cannot serve the autoscaler's metrics at %s:%d, retrying: %s", host, port, error
                 )
             self._refused = True
             return
-        self._log.info("autoscaling shows /metrics at %s:%d", host, server.server_port)
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-
-        self._close = close
+        self._log.info("autoscaling shows /metrics at %s:%d", host, server.port)
+        self._close = server.close
 
     def __del__(self) -> None:
         if self._close is not None:

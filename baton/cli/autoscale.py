@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from pydantic import Field, ValidationError, model_validator
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
@@ -20,6 +20,7 @@ from cluster.config.base import Frozen, no_flag
 from cluster.config.shared import ClusterFields
 from cluster.errors import ConfigError
 from cluster.telemetry import logs
+from cluster.telemetry.exposition import MetricsServer
 
 
 class StatefulSetNames(Frozen):
@@ -131,14 +132,11 @@ def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
         FurtherModel(one.name, config.of_model(one), pools(one.stateful_sets)) for one in config.models
     ]
     registry = CollectorRegistry()
-    try:
-        server, thread = start_http_server(config.metrics_port, config.host, registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {config.metrics_port}: {error}", field="metrics_port") from error
+    server = MetricsServer(config.host, config.metrics_port, registry, {}, {})
     sets = [config.stateful_sets, *(one.stateful_sets for one in config.models)]
     names = ", ".join(name for one in sets for name in (one.prefill, one.decode))
     say(f"autoscaler sizes {names} in {where}, {config.gpu_budget} GPUs")
-    write_ready(ready_file, {"pid": os.getpid(), "metrics": f"{config.host}:{server.server_port}"})
+    write_ready(ready_file, {"pid": os.getpid(), "metrics": f"{config.host}:{server.port}"})
     try:
         scaler = Autoscaler(
             config,
@@ -152,6 +150,4 @@ def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
         scaler.run(stop)
     finally:
         platform.close()
-        server.shutdown()
-        server.server_close()
-        thread.join(5.0)
+        server.close()

@@ -86,7 +86,7 @@ class Exchange:
         self._reads = 0
         self._is_read = False
         self._unsent = memoryview(b"")
-        loop.add_reader(accepted, self._read)
+        loop.add_reader(accepted.fileno(), self._read)
 
     def overdue(self, now: float) -> bool:
         return now - self._since > (CONNECTION_SECONDS if self._is_read else HEAD_SECONDS)
@@ -94,8 +94,8 @@ class Exchange:
     def close(self) -> None:
         """Without effect if it is closed."""
         if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
             self._closed(self)
 
@@ -118,7 +118,7 @@ class Exchange:
             self._begin(None)
 
     def _begin(self, request: Request | None) -> None:
-        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._socket.fileno())
         self._is_read = True
         if request is None:
             self.send(BAD_REQUEST)
@@ -138,7 +138,7 @@ class Exchange:
             f"Content-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
         )
         self._unsent = memoryview(head.encode() + answer.body)
-        self._loop.add_writer(self._socket, self._write)
+        self._loop.add_writer(self._socket.fileno(), self._write)
         self._write()
 
     def _write(self) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client as connect
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +150,7 @@ def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
         with listening.wait([3])[3] as there, pipe:
             there.send_bytes(b"go")
             assert pipe.recv_bytes() == b"go"
-        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+        with pytest.raises(AuthenticationError):  # at once: trying again would not help
             connect_to_leader(listening.address, b"guessed", 3)
     finally:
         listening.close()
@@ -218,6 +218,99 @@ def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         for peer in peers:
             peer.close()
+        listening.close()
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankListener]:
+    monkeypatch.setattr(remote, "MAX_HANDSHAKES", 4)
+    listening = RankListener("127.0.0.1", "w")
+    yield listening
+    listening.close()
+
+
+def flood(stack: contextlib.ExitStack, listening: RankListener) -> None:
+    """Connections of another address, until some were ended for others."""
+    peers = [
+        stack.enter_context(socket.create_connection(listening.address, source_address=("127.0.0.2", 0)))
+        for _ in range(16)
+    ]
+    assert all(ended(one) for one in peers[:12])
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_flood_from_another_address_ends_no_handshake_of_a_rank(
+    proven: bool, crowded: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor, once the rank has proved its key, one from its own address."""
+    with contextlib.ExitStack() as stack:
+        address = "127.0.0.2" if proven else "127.0.0.1"
+        sock = stack.enter_context(socket.create_connection(crowded.address, source_address=(address, 0)))
+        rank: Any = stack.enter_context(Connection(os.dup(sock.fileno())))
+        wait_for(lambda: bool(crowded._handshakes), 10.0, "it is accepted")
+        if proven:
+            answer_challenge(rank, crowded.key)
+            wait_for(lambda: not crowded._unproven, 10.0, "it has proved its key")
+        flood(stack, crowded)
+        if not proven:
+            answer_challenge(rank, crowded.key)
+        deliver_challenge(rank, crowded.key)
+        rank.send_bytes(rank_bytes(3))
+        crowded.wait([3])[3].close()
+
+
+def test_a_rank_that_was_closed_or_not_answered_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has come to a listener that is flooded, for example."""
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
+    key, ranks = b"key", []
+
+    def lead(listener: socket.socket) -> None:
+        listener.accept()[0].close()
+        silent = listener.accept()[0]
+        peer = listener.accept()[0]
+        with peer, silent, Connection(os.dup(peer.fileno())) as pipe:
+            deliver_challenge(pipe, key)  # type: ignore[arg-type]
+            answer_challenge(pipe, key)  # type: ignore[arg-type]
+            ranks.append(pipe.recv_bytes())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        leader = threading.Thread(target=lead, args=(listener,), daemon=True)
+        leader.start()
+        connect_to_leader(listener.getsockname(), key, 3).close()
+        leader.join(10.0)
+    assert ranks == [rank_bytes(3)]
+
+
+def test_a_rank_gives_its_leader_up_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "START_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = silent.getsockname()
+        with pytest.raises(SetupError, match="rank 3 did not reach its leader"):
+            connect_to_leader(address, b"key", 3)
+    with pytest.raises(SetupError, match="Refused"):
+        connect_to_leader(address, b"key", 3)
+
+
+def test_a_listener_without_a_free_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = RankListener("127.0.0.1", "w")
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "rank-handshake":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with socket.create_connection(listening.address) as peer:
+                assert ended(peer)
+        assert not listening._handshakes and not listening._unproven
+        connect_to_leader(listening.address, listening.key, 3).close()
+        listening.wait([3])[3].close()
+    finally:
         listening.close()
 
 

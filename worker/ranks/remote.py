@@ -19,9 +19,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from cluster.addresses import advertised, source_address
+from cluster.addresses import advertised, join, network_of, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
+from cluster.open_connections import OpenConnections
 from cluster.ray_head import call_ray, within
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
@@ -38,37 +39,80 @@ SECRETS = {
 LOOK_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
 KILL_SECONDS = 2.0
-MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest
+MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest of the address with the most
+BACKLOG = 1024
+PAUSE_SECONDS = 0.002  # between two accepts while there are so many: each starts a thread
+RETRY_SECONDS = 0.5  # of a rank
 RANK_BYTES = 4
 
 
 def connect_to_leader(leader: tuple[str, int], key: bytes, rank: int) -> Connection:
-    """Connect to a RankListener. multiprocessing's own client has no IPv6, and no time-out."""
-    with socket.create_connection(leader, HANDSHAKE_SECONDS) as sock:
+    """Connect to a RankListener, again after each failure for START_SECONDS: one that is flooded closes connections.
+
+    Raises SetupError, and AuthenticationError if the leader has another key.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        seconds = max(RETRY_SECONDS, min(HANDSHAKE_SECONDS, deadline - time.monotonic()))
+        try:
+            return _handshake(leader, key, rank, seconds)
+        except (EOFError, OSError) as error:
+            if time.monotonic() + RETRY_SECONDS >= deadline:
+                raise SetupError(
+                    f"rank {rank} did not reach its leader at {join(*leader)} within {START_SECONDS:.0f} s: {error!r}"
+                ) from error
+            log.info("rank %d tries its leader at %s again: %r", rank, join(*leader), error)
+            time.sleep(RETRY_SECONDS)
+
+
+def _handshake(leader: tuple[str, int], key: bytes, rank: int, seconds: float) -> Connection:
+    """multiprocessing's own client has no IPv6, and no time-out. Raises OSError, EOFError and AuthenticationError."""
+    with socket.create_connection(leader, seconds) as sock:
         sock.settimeout(None)
         connection: Any = Connection(os.dup(sock.fileno()))
-    answer_challenge(connection, key)
-    deliver_challenge(connection, key)
-    connection.send_bytes(rank.to_bytes(RANK_BYTES, "big"))
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            _shut_down(sock)
+
+        limit = threading.Timer(seconds, expire)  # of the socket's own, each byte would begin another
+        limit.daemon = True
+        limit.start()
+        try:
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+            connection.send_bytes(rank.to_bytes(RANK_BYTES, "big"))
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            limit.cancel()
+            limit.join()
+    if expired.is_set():
+        connection.close()
+        raise TimeoutError(f"the handshake took more than {seconds:.1f} s")
     return connection  # type: ignore[no-any-return]
 
 
 class RankListener:
     """The port at which ranks on other nodes connect to their leader, until `close`.
 
-    A rank proves that it has the key that came with its actor. Handshakes are bounded in time and number, and nothing
-    that a peer sends is unpickled.
+    A rank proves that it has the key that came with its actor. Handshakes are bounded in time and, until then, in number:
+    addresses share it. Nothing that a peer sends is unpickled.
     """
 
     def __init__(self, host: str, worker_id: str):
         self.key = secrets.token_bytes(32)
         self._worker_id = worker_id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self._listener.settimeout(LOOK_SECONDS)
         self._connected: queue.Queue[tuple[int, Connection]] = queue.Queue()
         self._lock = threading.Lock()
-        self._handshakes: dict[socket.socket, float] = {}  # oldest first: the time limit of each
+        self._handshakes: dict[socket.socket, float] = {}  # the time limit of each
+        # Those whose peer has not proved yet that it has the key
+        self._unproven: OpenConnections[socket.socket] = OpenConnections(MAX_HANDSHAKES)
         self._closed = False
         self._refused = 0
         threading.Thread(target=self._accept, name="rank-listener", daemon=True).start()
@@ -92,29 +136,54 @@ class RankListener:
                     time.sleep(LOOK_SECONDS)
                 continue
             peer.settimeout(None)
-            with self._lock:
-                if self._closed:
-                    peer.close()
-                    connection.close()
-                    return
-                self._handshakes[peer] = time.monotonic() + HANDSHAKE_SECONDS
-            threading.Thread(
-                target=self._admit, args=(peer, connection), name="rank-handshake", daemon=True
-            ).start()
+            if not self._begin(peer):
+                peer.close()
+                connection.close()
+                return
+            try:
+                threading.Thread(
+                    target=self._admit, args=(peer, connection), name="rank-handshake", daemon=True
+                ).start()
+            except RuntimeError as error:  # the system has no thread left
+                self._log_refused(error)
+                self._end(peer)
+                connection.close()
+                time.sleep(PAUSE_SECONDS)
+            if len(self._unproven) >= MAX_HANDSHAKES:
+                time.sleep(PAUSE_SECONDS)
+
+    def _begin(self, peer: socket.socket) -> bool:
+        """Count a handshake, and end another where there are too many. False: the listener is closed."""
+        address = network_of(peer)
+        with self._lock:
+            if self._closed:
+                return False
+            self._handshakes[peer] = time.monotonic() + HANDSHAKE_SECONDS
+            excess = self._unproven.add(peer, address)
+            if excess is not None:
+                _shut_down(excess)
+            return True
+
+    def _end(self, peer: socket.socket) -> None:
+        with self._lock:
+            del self._handshakes[peer]
+            self._unproven.discard(peer)
+            peer.close()
 
     def _end_overdue(self) -> None:
-        """End handshakes that take too long, and the oldest where there are too many."""
+        """End handshakes that take too long."""
         now = time.monotonic()
         with self._lock:
-            excess = len(self._handshakes) - MAX_HANDSHAKES
-            for number, (peer, until) in enumerate(self._handshakes.items()):
-                if number < excess or until <= now:
+            for peer, until in self._handshakes.items():
+                if until <= now:
                     _shut_down(peer)
 
     def _admit(self, peer: socket.socket, connection: Any) -> None:
         """Authenticate one peer, on a thread of its own, because a silent peer would hold up the ranks."""
         try:
             deliver_challenge(connection, self.key)
+            with self._lock:  # before the rank counts its handshake as done
+                self._unproven.discard(peer)
             answer_challenge(connection, self.key)
             rank = int.from_bytes(connection.recv_bytes(RANK_BYTES), "big")
         except (AuthenticationError, EOFError, OSError) as error:
@@ -127,9 +196,7 @@ class RankListener:
                     return
             connection.close()
         finally:
-            with self._lock:
-                del self._handshakes[peer]
-                peer.close()
+            self._end(peer)
 
     def _log_refused(self, error: Exception) -> None:
         """Anyone may connect, and lines for all would fill the log."""

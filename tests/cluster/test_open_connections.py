@@ -1,0 +1,27 @@
+"""Connections of a port without a key, shared by addresses."""
+
+from __future__ import annotations
+
+from cluster.open_connections import OpenConnections
+
+
+def test_one_too_many_gives_up_the_oldest_of_the_address_with_the_most() -> None:
+    shared: OpenConnections[int] = OpenConnections(4)
+    assert shared.add(1, "a") is None and shared.add(2, "b") is None
+    assert shared.add(3, "b") is None and shared.add(4, "b") is None
+    assert shared.add(5, "b") == 2
+    assert shared.add(6, "c") == 3
+    assert list(shared) == [1, 4, 5, 6] and 3 not in shared
+    assert shared.most == 2
+
+
+def test_one_that_is_closed_counts_no_longer() -> None:
+    shared: OpenConnections[int] = OpenConnections(2)
+    shared.add(1, "a")
+    shared.add(2, "a")
+    shared.discard(1)
+    shared.discard(1)
+    assert shared.add(3, "b") is None and len(shared) == 2
+    shared.discard(2)
+    shared.discard(3)
+    assert not shared and shared.most == 0
