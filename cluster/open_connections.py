@@ -34,6 +34,10 @@ class OpenConnections(Generic[T]):
         """Connections of the address with the most."""
         return self._by_address.most
 
+    def count(self, address: str) -> int:
+        """Connections of an address."""
+        return self._by_address.count(address)
+
     def add(self, connection: T, address: str) -> T | None:
         """Returns the connection to be closed, which is no longer counted, if there are too many."""
         self._address[connection] = address
@@ -42,7 +46,13 @@ class OpenConnections(Generic[T]):
 
     def give_up_one(self) -> T:
         """Remove the oldest connection of the address with the most. Raises KeyError where there is none."""
-        connection = self._by_address.pop_oldest_of_most()
+        return self._removed(self._by_address.pop_oldest_of_most())
+
+    def give_up_newest(self) -> T:
+        """As `give_up_one`, of that address's the newest: where connections last, the older ones are in use."""
+        return self._removed(self._by_address.pop_newest_of_most())
+
+    def _removed(self, connection: T) -> T:
         del self._address[connection]
         return connection
 

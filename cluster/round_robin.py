@@ -87,6 +87,10 @@ class CountedRoundRobin(RoundRobin[T]):
         """Items of the owner with the most."""
         return self._most if self._by_count else 0
 
+    def count(self, owner: str) -> int:
+        """Items of an owner."""
+        return self._counts.get(owner, 0)
+
     def pop_newest_of_most(self) -> T:
         """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
         KeyError where none waits."""

@@ -102,7 +102,10 @@ class Opener:
             raise
         if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
             connection.abort()
-            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another epoch")
+            # It names neither to a router that has not named both.
+            raise PeerLostError(
+                f"{worker.link_address} is another worker than {worker.name}, or in another epoch"
+            )
         if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
             connection.abort()
             raise PeerLostError(

@@ -13,7 +13,8 @@ import socket
 import uvicorn
 
 from cluster.security.key_file import ApiKeys
-from router.frontends.http.listener import HttpServer, accept_now, readable
+from cluster.sockets import readable
+from router.frontends.http.listener import HttpServer, accept_now
 from router.frontends.http.protocol import LimitedProtocol
 from router.listening import accepted_all
 from router.processes.member import Member

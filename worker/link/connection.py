@@ -9,8 +9,9 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from cluster.addresses import network_of
 from cluster.errors import BatonError
 from cluster.faults.points import Act, FaultPoint
 from cluster.protocol.link import (
@@ -22,12 +23,27 @@ from cluster.protocol.link import (
 )
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from cluster.security.peer_names import ROUTER_NAME, names_of
+from cluster.sockets import readable
 from worker.link.session import Session, State
+from worker.link.turns import Dispatching, Handshakes
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 0.25  # for what was written last to leave
 HANDSHAKE_SECONDS = 10.0
 SEND_BUFFER_BYTES = 256 << 10  # of the kernel: by default it keeps megabytes for a router that does not read
+
+
+class Port(Protocol):
+    """The listener that has accepted a connection: worker.link.listener.LinkListener."""
+
+    handshakes: Handshakes
+    dispatching: Dispatching
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is gone."""
+
+    def settled(self, connection: Connection) -> None:
+        """`Connection.settled` has changed."""
 
 
 class Connection(asyncio.Protocol):
@@ -37,14 +53,16 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         make_session: Callable[[Connection], Session],
-        gone: Callable[[Connection], None],
+        port: Port,
         accepted: socket.socket,
         context: ssl.SSLContext | None,
         at_frame: FaultPoint,
     ):
         self._loop = asyncio.get_running_loop()
         self._session = make_session(self)
-        self._gone = gone
+        self._port = port
+        self.address = network_of(accepted)
+        self._was_settled = False
         self._at_frame = at_frame
         self._tls = context is not None
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
@@ -89,7 +107,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._gone(self)
+        self._port.forget(self)
         self._session.closed()
 
     # --- worker.link.session.Wire --------------------------------------------------------------------------
@@ -140,12 +158,15 @@ class Connection(asyncio.Protocol):
     async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        await self._loop.connect_accepted_socket(
-            lambda: self,
-            accepted,
-            ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
-        )
+        if context is None:
+            await self._loop.connect_accepted_socket(lambda: self, accepted)
+            return
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            await readable(accepted)  # a silent peer takes no turn
+            async with self._port.handshakes.turn(self.address):
+                await self._loop.connect_accepted_socket(
+                    lambda: self, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+                )
 
     def _opened(self, accepted: socket.socket, opening: asyncio.Task[None]) -> None:
         error = None if opening.cancelled() else opening.exception()
@@ -156,30 +177,41 @@ class Connection(asyncio.Protocol):
         elif error is not None:
             log.error("a link was not accepted", exc_info=error)
         accepted.close()
-        self._gone(self)
+        self._port.forget(self)
 
     # -------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Dispatch what has come, over several turns of the loop if it is much. Nothing more is taken in meanwhile."""
-        if self._reading:
-            return
-        if self._session.read():
+        if not self._reading:
             self._reading = True
-            self._loop.call_soon(self._read_on)
+            self._port.dispatching.push(self)
+        self._pause_or_resume()
+
+    def dispatch(self, entries: int) -> tuple[int, bool]:
+        """Dispatch up to so many entries of frames. Returns their number, and whether more can be dispatched."""
+        self._reading = False
+        if self._session.state is State.ENDED:
+            return 0, False
+        self._heard = self._loop.time()
+        try:
+            self._reading = self._session.read(entries)
+        except BatonError as error:
+            self._refuse(error)
+            return entries, False
+        self._pause_or_resume()
+        self._report_settled()
+        return self._session.taken, self._reading
+
+    def _pause_or_resume(self) -> None:
         if self._session.unread != self._paused and not self._transport.is_closing():
             self._paused = self._session.unread
             self._transport.pause_reading() if self._paused else self._transport.resume_reading()
 
-    def _read_on(self) -> None:
-        self._reading = False
-        if self._session.state is State.ENDED:
-            return
-        try:
-            self._heard = self._loop.time()
-            self._read()
-        except BatonError as error:
-            self._refuse(error)
+    def _report_settled(self) -> None:
+        if self.settled != self._was_settled:
+            self._was_settled = self.settled
+            self._port.settled(self)
 
     def _refuse(self, error: BatonError) -> None:
         # Before the greeting the peer may be anything: a line for each would fill the log.
@@ -193,7 +225,8 @@ class Connection(asyncio.Protocol):
         if not self._blocked:
             self._session.flush()
             if self._paused and not self._reading:  # answers have left: there is room for more
-                self._read_on()
+                self._read()
+        self._report_settled()
 
     def _tick_later(self) -> None:
         self._due = self._loop.time() + BEAT_SECONDS

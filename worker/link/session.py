@@ -21,8 +21,11 @@ from wire import link_pb2
 from worker.link.handle import Handle
 from worker.link.outgoing import Outgoing
 from worker.link.routers import Routers
+from worker.link.turns import ENTRIES_A_TURN, ENTRIES_AT_ONCE
 
-ENTRIES_A_TURN = 512  # of frames, between two turns of the event loop: an empty frame counts as one
+PIECE_BYTES = (
+    4 * ENTRIES_AT_ONCE
+)  # of what was received, cut into frames at a time: those without content have 4
 MAX_ROUTER_ID = 128  # characters that a log line shows
 
 
@@ -74,9 +77,11 @@ class Session:
         self._engine_step = engine_step
         self._frames = FrameReader()
         self._unread: deque[bytes] = deque()  # complete frames
+        self._uncut = memoryview(b"")  # received behind them
         self._dispatching: Iterator[None] | None = None  # the frame before them
         self._outgoing = Outgoing()
         self._machine = StateMachine(State.HELLO, TRANSITIONS, "link")
+        self.taken = 0
         self.router_id = ""
         self.incarnation = 0
         self.serial = 0
@@ -89,31 +94,39 @@ class Session:
     # --- from the router -----------------------------------------------------------------------------------
 
     def received(self, data: bytes) -> bool:
-        """Take bytes in; whether a frame is complete with them. Raises BatonError, as `read` does."""
-        messages = self._frames.feed(data)
-        self._unread += messages
-        return bool(messages)
+        """Take bytes in; whether frames wait to be dispatched. Raises BatonError, as `read` does."""
+        self._uncut = memoryview(bytes(self._uncut) + data) if self._uncut else memoryview(data)
+        self._cut()
+        return bool(self._unread)
+
+    def _cut(self) -> None:
+        """Cut what was received until a frame is complete."""
+        while self._uncut and not self._unread:
+            piece, self._uncut = self._uncut[:PIECE_BYTES], self._uncut[PIECE_BYTES:]
+            self._unread += self._frames.feed(bytes(piece))
 
     @property
     def unread(self) -> bool:
         """Nothing more should be taken in: frames wait to be dispatched."""
         return bool(self._unread) or self._dispatching is not None
 
-    def read(self) -> bool:
-        """Dispatch what one turn of the loop may take. True: call again in the next turn. False: everything is dispatched,
-        or waits until the router has read its answers.
+    def read(self, entries: int = ENTRIES_A_TURN) -> bool:
+        """Dispatch up to `entries`; `taken` is how many. True: call again. False: everything is dispatched, or waits until
+        the router has read its answers.
 
         Raises BatonError if the router breaks the protocol: its connection should be closed.
         """
-        for _ in range(ENTRIES_A_TURN):
+        for self.taken in range(entries):
             if self._outgoing.full or self.state is State.ENDED:
                 return False
             if self._dispatching is None:
                 if not self._unread:
                     return False
                 self._dispatching = self._take(self._parsed(self._unread.popleft()))
+                self._cut()
             if next(self._dispatching, self) is self:
                 self._dispatching = None
+        self.taken = entries
         return self.unread
 
     @staticmethod
@@ -154,16 +167,13 @@ class Session:
 
     def _greet(self, hello: link_pb2.LinkHello) -> None:
         version = common_version(hello.min_version, hello.max_version)
-        welcome = link_pb2.LinkWelcome(
-            worker_id=self._facts.worker_id,
-            epoch=self._facts.epoch,
-            version=version,
-            max_frame=MAX_FRAME_BYTES,
-        )
+        addressed = (hello.worker_id, hello.epoch) == (self._facts.worker_id, self._facts.epoch)
+        welcome = link_pb2.LinkWelcome(version=version, max_frame=MAX_FRAME_BYTES)
+        if addressed:  # another peer learns neither: without TLS anyone may greet
+            welcome.worker_id, welcome.epoch = hello.worker_id, hello.epoch
         self._wire.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
         self.router_id = hello.router_id[:MAX_ROUTER_ID]
         self.incarnation, self.serial, self.version = hello.incarnation, hello.serial, version
-        addressed = (hello.worker_id, hello.epoch) == (self._facts.worker_id, self._facts.epoch)
         if not version or not addressed or not hello.incarnation or not self._routers.greeted(self):
             self.end()
             return
@@ -237,6 +247,7 @@ class Session:
     def closed(self) -> None:
         """The connection is gone."""
         self._unread.clear()
+        self._uncut = memoryview(b"")
         self._dispatching = None
         if self._machine.may(State.ENDED):
             self._machine.to(State.ENDED)

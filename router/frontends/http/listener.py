@@ -24,6 +24,7 @@ import uvicorn
 
 from cluster.errors import OverloadedError
 from cluster.security.key_file import ApiKeys
+from cluster.sockets import readable
 from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
@@ -212,21 +213,6 @@ def accept_now(listener: socket.socket) -> socket.socket:
     connection, _ = listener.accept()
     connection.setblocking(False)
     return connection
-
-
-async def readable(listener: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(listener.fileno(), wake)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(listener.fileno())
 
 
 def _has_left(connection: socket.socket, *, tls: bool) -> bool:

@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,11 +126,12 @@ def test_ages_are_spread(monkeypatch):
     async def ages() -> list[float]:
         loop = asyncio.get_running_loop()
         make: Any = lambda connection: None  # noqa: E731
-        ends: Any = lambda connection: None  # noqa: E731
-        accepted: Any = None  # it is not opened before this coroutine ends
-        made = [
-            worker_connection.Connection(make, ends, accepted, None, lambda whose: None) for _ in range(200)
-        ]
+        port: Any = SimpleNamespace(forget=lambda connection: None)
+        with socket.socket() as accepted:  # it is not opened before this coroutine ends
+            made = [
+                worker_connection.Connection(make, port, accepted, None, lambda whose: None)
+                for _ in range(200)
+            ]
         for one in made:
             one.abort()
         return [one._leave_at - loop.time() for one in made]

@@ -82,15 +82,17 @@ class Attacked:
 
     @asynccontextmanager
     async def attacker(
-        self, context: ssl.SSLContext | None = None, buffer_bytes: int = 0
+        self, context: ssl.SSLContext | None = None, buffer_bytes: int = 0, address: str = "127.0.0.1"
     ) -> AsyncIterator[Peer]:
-        """Connected, with a router's certificate unless it brings another. `buffer_bytes`: of its kernel, each way."""
+        """Connected from an address, with a router's certificate unless it brings another. `buffer_bytes`: of its kernel,
+        each way."""
         if context is None:
             context = peers(self.certs, "router").link_context()
         host, port = split(self.worker.address)
         name = WORKER_NAME if context is not None else None
         connecting = socket.socket()
         connecting.setblocking(False)
+        connecting.bind((address, 0))
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             if buffer_bytes:
                 connecting.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)

@@ -24,7 +24,7 @@ from tests.harness.waiting import until
 from tests.router.link.conftest import Reading, info
 from tests.security.attacks.link_peer import Attacked, peers
 from wire import link_pb2
-from worker.link import connection, listener
+from worker.link import connection, listener, session
 
 Frame = link_pb2.RouterFrame
 LIMIT = 8
@@ -148,7 +148,10 @@ async def test_frames_faster_than_the_worker_reads(frame: Frame, attacked: Attac
             await attacked.check_well()
             await asyncio.sleep(0.05)
         for one in attacked.listener._connections:
-            assert len(one._session._unread) <= (1 << 20) // 4, "what one read of the socket brings"
+            assert len(one._session._unread) <= session.PIECE_BYTES // 4, (
+                "frames are cut as they are dispatched"
+            )
+            assert len(one._session._uncut) <= 1 << 20, "what one read of the socket brings"
             assert one._transport.get_write_buffer_size() <= 2 * MAX_FRAME_BYTES
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
@@ -201,10 +204,49 @@ async def test_silent_connections_make_room(attacked: Attacked, monkeypatch: pyt
             if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
         ]
         assert len(held) <= LIMIT + listener.ACCEPTS_A_TURN
-        other = Links("another", peers(attacked.certs, "router"))
-        other.open(info(attacked.worker), Reading(bytes([1]) * 16))
-        await until(lambda: other.up() == 1, "another router's link comes up", 10)
-        await other.close()
+        assert not attacked.listener.handshakes._running, "none of them has taken a handshake's turn"
+        await check_another_router(attacked)
+
+
+async def check_another_router(attacked: Attacked) -> None:
+    other = Links("another", peers(attacked.certs, "router"))
+    other.open(info(attacked.worker), Reading(bytes([1]) * 16))
+    await until(lambda: other.up() == 1, "another router's link comes up", 10)
+    await other.close()
+
+
+async def test_links_of_one_address_keep_no_other_router_out(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be as many as there is room for, and make room for those of others."""
+    monkeypatch.setattr(attacked.listener, "_most", LIMIT)
+    async with contextlib.AsyncExitStack() as stack:
+        crowd = []
+        for number in range(LIMIT - 1):
+            peer = await stack.enter_async_context(attacked.attacker(address="127.0.0.2"))
+            peer.send(
+                attacked.hello(incarnation=number + 100),
+                Frame(attach_done=link_pb2.AttachDone(next_handle=1)),
+            )
+            crowd.append(peer)
+        await until(lambda: len(attacked.listener._links) == LIMIT, "all of them are links")
+        await check_another_router(attacked)
+        await crowd[-1].closed(5)  # the newest
+        assert attacked.listener._links.count("127.0.0.2") == LIMIT - 2
+
+
+async def test_a_refusal_names_neither_the_worker_nor_its_epoch() -> None:
+    """Without TLS anyone may greet."""
+    attacked = Attacked(None)
+    await attacked.start()
+    for said in ({"epoch": 0}, {"worker_id": "guessed"}, {"worker_id": "", "epoch": 0}):
+        async with attacked.attacker() as peer:
+            peer.send(attacked.hello(**said))
+            await peer.closed(5)
+            (frame,) = peer.came
+            assert (frame.welcome.worker_id, frame.welcome.epoch) == ("", 0)
+    await attacked.check_well()
+    await attacked.stop()
 
 
 async def test_links_of_routers_are_not_closed_for_others(

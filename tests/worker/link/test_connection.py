@@ -12,6 +12,7 @@ import pytest
 from cluster.faults.points import nothing
 from worker.link.connection import Connection
 from worker.link.session import State
+from worker.link.turns import Dispatching, Handshakes
 
 
 class CountedSession:
@@ -31,6 +32,18 @@ class CountedSession:
         """Nothing is kept."""
 
 
+class AnyPort:
+    def __init__(self) -> None:
+        self.handshakes = Handshakes()
+        self.dispatching = Dispatching()
+
+    def forget(self, connection: Connection) -> None:
+        """Nothing is kept."""
+
+    def settled(self, connection: Connection) -> None:
+        """Nothing is counted."""
+
+
 @pytest.fixture
 async def connection() -> AsyncIterator[Connection]:
     session: Any = CountedSession()
@@ -38,7 +51,7 @@ async def connection() -> AsyncIterator[Connection]:
         router.connect(listener.getsockname())
         accepted, _ = listener.accept()
         accepted.setblocking(False)
-        made = Connection(lambda connection: session, lambda connection: None, accepted, None, nothing)
+        made = Connection(lambda connection: session, AnyPort(), accepted, None, nothing)
         await made._opening
         yield made
         made.abort()

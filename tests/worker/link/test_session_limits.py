@@ -117,6 +117,21 @@ async def test_a_list_of_handles_takes_a_number_of_entries_a_turn():
     assert link.state is State.ATTACHING
 
 
+async def test_bytes_are_cut_into_frames_as_they_are_dispatched():
+    """Half a million of frames without content in one read of the socket would take the loop for a tenth of a second."""
+    link = up(World())
+    data = to_frame(Frame()) * (8 * TURN)
+    half = len(data) // 2 + 1
+    for part in (data[:half], data[half:]):
+        link.received(part)
+        assert len(link._unread) <= session.PIECE_BYTES // 4
+    assert not link.read(10) or link.taken == 10
+    taken = link.taken
+    while link.read(100):
+        taken += link.taken
+    assert taken + link.taken == 8 * TURN and not link.unread
+
+
 @pytest.mark.parametrize("asked", ["cancel", "status"])
 async def test_answers_that_are_not_read_stop_the_reading(asked, monkeypatch):
     """A router that asks for what does not exist, and reads nothing, is not listened to any more."""
