@@ -8,14 +8,17 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from cluster.addresses import split
 from cluster.link.framing import MAX_FRAME_BYTES, to_frame
+from cluster.security.peer_names import WORKER_NAME
 from cluster.security.tls import ClientTls
 from router.link import link
 from router.link.links import Links
@@ -25,9 +28,11 @@ from tests.router.link.conftest import Reading, info
 from tests.security.attacks.link_peer import Attacked, peers
 from wire import link_pb2
 from worker.link import connection, listener, session
+from worker.link.turns import HANDSHAKES_A_TURN
 
 Frame = link_pb2.RouterFrame
 LIMIT = 8
+CROWD = 64
 
 
 @pytest.fixture(params=["plain", "tls"])
@@ -230,8 +235,17 @@ async def test_links_of_one_address_keep_no_other_router_out(
             )
             crowd.append(peer)
         await until(lambda: len(attacked.listener._links) == LIMIT, "all of them are links")
+
+        async def beat() -> None:
+            while True:
+                for peer in crowd:
+                    peer.send(Frame(beat=True))
+                await asyncio.sleep(0.5)
+
+        beating = asyncio.create_task(beat())
         await check_another_router(attacked)
         await crowd[-1].closed(5)  # the newest
+        beating.cancel()
         assert attacked.listener._links.count("127.0.0.2") == LIMIT - 2
 
 
@@ -279,6 +293,42 @@ async def test_accepting_a_crowd_leaves_others_their_turns(attacked: Attacked) -
         loop.call_soon(turn)
         await until(lambda: attacked.open >= 200, "all are accepted", 10)
         assert turns >= 200 // listener.ACCEPTS_A_TURN
+
+
+async def test_handshakes_of_a_crowd_leave_others_their_turns(certs: Path) -> None:
+    """All first messages have arrived before the worker reads one of them."""
+    attacked = Attacked(certs / "ours")
+    await attacked.start()
+    context = peers(certs / "ours", "router").link_context()
+    assert context is not None and attacked.listener._context is not None
+    loop = asyncio.get_running_loop()
+    turn = 0
+    turns: list[int] = []  # of each handshake
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(next_turn)
+
+    select = attacked.listener._context._select
+
+    def begins(*arguments: Any) -> None:
+        turns.append(turn)
+        select(*arguments)
+
+    attacked.listener._context.context.sni_callback = begins
+    with contextlib.ExitStack() as stack:
+        for _ in range(CROWD):
+            outgoing = ssl.MemoryBIO()
+            with contextlib.suppress(ssl.SSLWantReadError):
+                context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=WORKER_NAME).do_handshake()
+            sock = stack.enter_context(socket.create_connection(split(attacked.worker.address)))
+            sock.sendall(outgoing.read())
+        loop.call_soon(next_turn)
+        await until(lambda: len(turns) == CROWD, "all handshakes have begun", 10)
+    assert max(Counter(turns).values()) <= 2 * HANDSHAKES_A_TURN
+    await attacked.check_well()
+    await attacked.stop()
 
 
 async def test_older_links_of_a_router_do_not_stay(
