@@ -106,7 +106,7 @@ class DecodeRole:
                 deadline_seconds - (time.monotonic() - began),
                 request.tenant,
                 request.weight,
-                compiles=lambda: must_compile(self._parts.host, request.grammar),
+                compiles=lambda: must_compile(self._parts.host, request.grammar, request.tenant),
             )
             attempt.inside_tokens, attempt.tenant = tokens, request.tenant  # given back when the attempt ends
             left = deadline_seconds - (time.monotonic() - began)

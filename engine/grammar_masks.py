@@ -222,4 +222,6 @@ class GrammarMasks:
         """That of the request: workers compile it before they add the request, so that no step waits for it."""
         request = sequence.request
         assert request.grammar is not None, "only sequences with one have masks"
-        return self._grammars.get(request.grammar) if request.compiled is None else request.compiled
+        if request.compiled is not None:
+            return request.compiled
+        return self._grammars.get(request.grammar, request.tenant)

@@ -60,7 +60,7 @@ class Prefilling:
             remaining,
             spec.tenant,
             spec.weight,
-            compiles=lambda: must_compile(self._parts.host, grammar),
+            compiles=lambda: must_compile(self._parts.host, grammar, spec.tenant),
         )
         inside = True
         attempt.freed.clear()

@@ -136,9 +136,9 @@ class EngineHost:
             self._refuse_the_rest()
         return await future
 
-    def has_grammar(self, grammar: GrammarSpec) -> bool:
-        """Whether it is compiled already."""
-        return self.engine.grammars.find(grammar) is not None
+    def has_grammar(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """Whether it is compiled for the tenant already."""
+        return self.engine.grammars.find(grammar, tenant) is not None
 
     async def compile_grammar(
         self, grammar: GrammarSpec, tenant: str, seconds: float = GRAMMAR_SECONDS
@@ -146,12 +146,12 @@ class EngineHost:
         """Compile a request's grammar off the loop and off the engine's thread, for the request to hold. Raises
         DeadlineError, InvalidRequestError, ModelError; DrainingError once the engine stops."""
         grammars = self.engine.grammars
-        if (found := grammars.find(grammar)) is not None:
+        if (found := grammars.find(grammar, tenant)) is not None:
             return found
         limit = min(seconds, GRAMMAR_SECONDS)
         try:
             async with asyncio.timeout(limit):
-                return await self._compiling.run(tenant, grammars.get, grammar)
+                return await self._compiling.run(tenant, grammars.get, grammar, tenant)
         except TimeoutError:
             raise DeadlineError(
                 f"grammar: it was not compiled within {limit:.1f} s", field="grammar"
@@ -238,9 +238,9 @@ def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def must_compile(host: EngineHost, grammar: GrammarSpec | None) -> bool:
-    """Whether a request with this grammar waits for its compile."""
-    return grammar is not None and not host.has_grammar(grammar)
+def must_compile(host: EngineHost, grammar: GrammarSpec | None, tenant: str) -> bool:
+    """Whether the tenant's request with this grammar waits for its compile."""
+    return grammar is not None and not host.has_grammar(grammar, tenant)
 
 
 async def with_grammar(host: EngineHost, request: EngineRequest, seconds: float) -> EngineRequest:

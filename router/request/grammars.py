@@ -1,10 +1,10 @@
-"""Checks the grammars of requests before they are sent to workers: each is compiled once, in a process of its own."""
+"""Checks the grammars of requests before they are sent to workers: each is compiled once for a tenant, in a process of its
+own."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,14 @@ from cluster.errors import InvalidRequestError, ModelError, OverloadedError, Uns
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long, why_too_many_choices
+from cluster.tenant_cache import TenantCache
 from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
 from router.request.grammar_verdict import NO_LINE_END
 from router.text import written_numbers
 
+Verdicts = Mapping[bytes, InvalidRequestError | None]  # by grammar; None: it is allowed
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
-MAX_CHECKED = 1024  # grammars whose check is remembered
+MAX_CHECKED = 1024  # grammars whose check is remembered, of all tenants
 CHECK_SECONDS = 10.0
 _NOT_FINITE = "has a number that is too large for a float, or none"
 
@@ -35,13 +37,13 @@ class RequestedGrammar:
 
 @dataclass
 class _Trial:
-    """Grammars that wait for their turn, or are tried. The task returns the reasons of those that are refused, by key.
+    """Grammars that wait for their turn, or are tried.
 
     `waiters`: requests of one tenant that wait for it; without any it is cancelled, if it has not begun.
     """
 
     keys: list[bytes]
-    task: asyncio.Task[dict[bytes, InvalidRequestError]]
+    task: asyncio.Task[Verdicts]
     waiters: int = 0
 
 
@@ -50,7 +52,7 @@ class GrammarChecks:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]):
         self.refusal = ""
-        self._checked = OrderedDict[bytes, InvalidRequestError | None]()
+        self._checked = TenantCache[InvalidRequestError | None]()
         # By tenant and grammar: one that waits for the turns of another tenant could be delayed by it.
         self._trying: dict[tuple[str, bytes], _Trial] = {}
         # Grammars that take long have a queue and a process of their own: the others of all tenants wait for short trials.
@@ -75,8 +77,8 @@ class GrammarChecks:
             raise UnsupportedFieldError(
                 f"{asked.field}: this model has no structured output: {self.refusal}", field=asked.field
             )
-        self._raise_refused(grammars, self._checked)
-        if all(one.spec.key in self._checked for one in grammars):
+        self._raise_refused(grammars, self._known(grammars, tenant))
+        if all((tenant, one.spec.key) in self._checked for one in grammars):
             return
         field = grammars[-1].field
         try:
@@ -108,18 +110,20 @@ class GrammarChecks:
             return asked
         return replace(asked, spec=replace(asked.spec, bare=True))
 
-    def _raise_refused(
-        self, grammars: Sequence[RequestedGrammar], found: Mapping[bytes, InvalidRequestError | None]
-    ) -> None:
+    def _known(self, grammars: Sequence[RequestedGrammar], tenant: str) -> Verdicts:
+        keys = [one.spec.key for one in grammars]
+        return {key: self._checked[tenant, key] for key in keys if (tenant, key) in self._checked}
+
+    @staticmethod
+    def _raise_refused(grammars: Sequence[RequestedGrammar], found: Verdicts) -> None:
         for one in grammars:
-            if one.spec.key in self._checked:
-                self._checked.move_to_end(one.spec.key)
             if (reason := found.get(one.spec.key)) is not None:
                 raise type(reason)(f"{one.field}: {reason.message}", field=one.field, limit=reason.limit)
 
     async def _try(self, grammars: Sequence[RequestedGrammar], tenant: str) -> None:
         """Try what is not known yet, together with the tenant's requests that ask for the same."""
-        while new := {one.spec.key: one.spec for one in grammars if one.spec.key not in self._checked}:
+        known = dict(self._known(grammars, tenant))  # a request may have more than stay remembered
+        while new := {one.spec.key: one.spec for one in grammars if one.spec.key not in known}:
             if mine := [spec for key, spec in new.items() if (tenant, key) not in self._trying]:
                 self._begin(mine, tenant)
             trials = {id(trial): trial for key in new for trial in [self._trying[tenant, key]]}.values()
@@ -131,8 +135,9 @@ class GrammarChecks:
                 for trial in trials:
                     self._leave(trial, tenant)
             for trial in trials:  # a refusal that is not remembered is the answer of all that waited for it
-                self._raise_refused(grammars, trial.task.result())
-            self._raise_refused(grammars, self._checked)
+                known |= trial.task.result()
+            self._raise_refused(grammars, known)
+            known |= self._known(grammars, tenant)
 
     def _begin(self, specs: list[GrammarSpec], tenant: str) -> None:
         task = asyncio.create_task(self._tried(specs, tenant))
@@ -140,12 +145,12 @@ class GrammarChecks:
         self._trying |= dict.fromkeys(((tenant, key) for key in trial.keys), trial)
         task.add_done_callback(lambda _: self._forget(trial, tenant))
 
-    async def _tried(self, specs: list[GrammarSpec], tenant: str) -> dict[bytes, InvalidRequestError]:
+    async def _tried(self, specs: list[GrammarSpec], tenant: str) -> Verdicts:
         loop = asyncio.get_running_loop()
-        refused = await self._threads.run(tenant, self._find, self._trials, specs, loop)
-        if refused is None:
-            refused = await self._long_threads.run(tenant, self._find, self._long_trials, specs, loop)
-        return refused or {}
+        found = await self._threads.run(tenant, self._find, self._trials, specs, tenant, loop)
+        if found is None:
+            found = await self._long_threads.run(tenant, self._find, self._long_trials, specs, tenant, loop)
+        return found or {}
 
     def _leave(self, trial: _Trial, tenant: str) -> None:
         trial.waiters -= 1
@@ -161,25 +166,26 @@ class GrammarChecks:
             trial.task.exception()  # without a caller that takes it, asyncio would log it as lost
 
     def _find(
-        self, trials: GrammarTrials, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
-    ) -> dict[bytes, InvalidRequestError] | None:
+        self, trials: GrammarTrials, specs: list[GrammarSpec], tenant: str, loop: asyncio.AbstractEventLoop
+    ) -> Verdicts | None:
         """In a thread. None: the trial was too short. What is found is remembered even if no request waits for it any
         more."""
-        left = [spec for spec in specs if spec.key not in self._checked]
-        if not left:  # another tenant's request had its turn before
+        left = [spec for spec in specs if (tenant, spec.key) not in self._checked]
+        if not left:  # a trial that the tenant's requests had left ended meanwhile
             return {}
         found = trials.find(left)
-        verdicts: dict[bytes, InvalidRequestError | None] = {spec.key: None for spec in left[: found.passed]}
-        refused: dict[bytes, InvalidRequestError] = {}
+        passed: Verdicts = {spec.key: None for spec in left[: found.passed]}
+        verdicts = dict(passed)
         if found.refused is not None:
-            refused[left[found.refused].key] = InvalidRequestError(found.reason, limit=found.limit)
-        call_on(loop, lambda: self._remember(verdicts | refused if found.lasting else verdicts))
-        return None if found.unfinished else refused
+            verdicts[left[found.refused].key] = InvalidRequestError(found.reason, limit=found.limit)
+        call_on(loop, lambda: self._remember(tenant, verdicts if found.lasting else passed))
+        return None if found.unfinished else verdicts
 
-    def _remember(self, verdicts: Mapping[bytes, InvalidRequestError | None]) -> None:
-        self._checked.update(verdicts)
-        while len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
+    def _remember(self, tenant: str, verdicts: Verdicts) -> None:
+        for key, verdict in verdicts.items():
+            self._checked[tenant, key] = verdict
+            if len(self._checked) > MAX_CHECKED:
+                self._checked.drop_oldest_of_largest(len)
 
     def close(self) -> None:
         for threads in (self._threads, self._long_threads):

@@ -51,7 +51,7 @@ class Core:
 
     def check_accepting(self) -> None: ...
 
-    def has_grammar(self, grammar: GrammarSpec) -> bool:
+    def has_grammar(self, grammar: GrammarSpec, tenant: str) -> bool:
         return grammar.text in self.compiled_already
 
     def full(self) -> bool:

@@ -41,8 +41,8 @@ def test_what_a_request_holds_is_compiled_once_whatever_the_cache_holds():
     backend = Backend()
     grammars = Grammars(backend, most=2)
     wanted = specs(*"abcdefgh")
-    held = [grammars.get(one) for one in wanted]
-    assert [grammars.get(one) for one in wanted] == held
+    held = [grammars.get(one, "") for one in wanted]
+    assert [grammars.get(one, "") for one in wanted] == held
     assert set(backend.compiled.values()) == {1} and grammars.cached == 2
 
 
@@ -50,10 +50,32 @@ def test_what_no_request_holds_leaves_the_cache_by_number_and_by_bytes():
     grammars = Grammars(Backend(), most=3, most_bytes=10)
     a, b, c, large, larger = specs("a", "b", "c", 8 * "l", 11 * "l")
     for one in (a, b, c, a, large):  # `a` is used once more
-        grammars.get(one)
-    assert [grammars.find(one) is not None for one in (a, b, c, large)] == [True, False, True, True]
-    grammars.get(larger)
+        grammars.get(one, "")
+    assert [grammars.find(one, "") is not None for one in (a, b, c, large)] == [True, False, True, True]
+    grammars.get(larger, "")
     assert grammars.cached == 0 and grammars.cached_bytes == 0 and not grammars._held
+
+
+def test_a_tenant_finds_only_what_was_compiled_for_it():
+    """Else the time of its first token would tell that another one has used the same grammar, held or cached."""
+    backend = Backend()
+    grammars, (cached, held) = Grammars(backend, most=1), specs("a", "b")
+    grammars.get(cached, "mine")
+    assert grammars.find(cached, "mine") is not None and grammars.find(cached, "probing") is None
+    used = grammars.get(held, "mine")
+    assert grammars.get(held, "mine") is used and grammars.get(held, "probing") is not used
+    assert backend.compiled == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 1000), (1000, 30)], ids=["number", "bytes"])
+def test_a_tenants_flood_displaces_its_own_grammars(most, most_bytes):
+    grammars = Grammars(Backend(), most=most, most_bytes=most_bytes)
+    quiet, flood = specs("q" * 10), specs(*(f"flood {n:04}" for n in range(20)))
+    grammars.get(quiet[0], "quiet")
+    for one in flood:
+        grammars.get(one, "flood")
+    assert grammars.find(quiet[0], "quiet") is not None and grammars.cached == 3
+    assert [grammars.find(one, "flood") is not None for one in flood] == 18 * [False] + 2 * [True]
 
 
 def object_of(count: int, member: str) -> str:
@@ -108,13 +130,13 @@ def test_a_multiple_counts_by_its_remainders(multiple, kib):
 def test_what_matchers_add_counts():
     grammars = Grammars(Backend(), most=3, most_bytes=10)
     a, b = specs("a", "b")
-    grown = grammars.get(a)
-    grammars.get(b)
+    grown = grammars.get(a, "")
+    grammars.get(b, "")
     grown.size_bytes = 10  # type: ignore[misc]
-    grammars.find(b)
+    grammars.find(b, "")
     assert grammars.cached == 1 and grammars.cached_bytes == 1
-    assert grammars.find(a) is grown, "a request holds it"
-    assert grammars.cached_bytes == 10 and grammars.find(b) is None
+    assert grammars.find(a, "") is grown, "a request holds it"
+    assert grammars.cached_bytes == 10 and grammars.find(b, "") is None
 
 
 def test_states_of_the_lexer_are_seen(tmp_path):

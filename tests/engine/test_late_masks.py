@@ -66,7 +66,7 @@ class Watched:
 
 def watched_request(engine, name, grammar, before, tenant="", **more):
     request = grammar_request(name, grammar, **more)
-    return replace(request, tenant=tenant, compiled=Watched(engine.grammars.get(grammar), before))
+    return replace(request, tenant=tenant, compiled=Watched(engine.grammars.get(grammar, tenant), before))
 
 
 def test_steps_do_not_wait_for_masks_of_others(model, monkeypatch):

@@ -32,7 +32,7 @@ def fake_parts(
         trace_of=lambda spec: None,
         beat_step=lambda: 1,
         health=SimpleNamespace(check_accepting=check_accepting),
-        host=SimpleNamespace(call=call, has_grammar=lambda grammar: False),
+        host=SimpleNamespace(call=call, has_grammar=lambda grammar, tenant: False),
         identity=SimpleNamespace(
             page_size=page_size,
             worker_id="p",

@@ -310,7 +310,7 @@ async def test_grammars_are_compiled_for_tenants_in_turn():
         go_on.release(5)
         compiled = [*await asyncio.gather(*many), await other]
         assert began == ["a0", "a1", "b", "a2", "a3"], "one of another tenant's before it, at most"
-        assert await host.compile_grammar(GrammarSpec("regex", "a0"), "other") is compiled[0]
+        assert await host.compile_grammar(GrammarSpec("regex", "a0"), "many") is compiled[0]
     finally:
         go_on.release(5)
         host._compiling.close()

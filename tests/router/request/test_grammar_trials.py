@@ -135,7 +135,7 @@ async def test_too_much_time_together_is_not_remembered(checks, stubbed):
     many = [f"slow {i}" for i in range(8)]  # 0.48 s of 0.3
     with pytest.raises(InvalidRequestError, match="field whole: its 9 parts take too much time together"):
         await checks.check("", *asked_for(*many, "whole"))
-    passed = [text for text in many if asked_for(text)[0].spec.key in checks._checked]
+    passed = [text for text in many if ("", asked_for(text)[0].spec.key) in checks._checked]
     assert 1 <= len(passed) <= 5 and passed == many[: len(passed)]
     await checks.check("", *asked_for("whole"))
     assert stubbed[1:] == [["whole"]]
@@ -148,6 +148,24 @@ async def test_equal_grammars_in_flight_are_tried_once(checks, stubbed):
     *refused, allowed = await asyncio.gather(*same, part, return_exceptions=True)
     assert all(isinstance(one, InvalidRequestError) for one in refused) and allowed is None
     assert stubbed == [[*many, "whole"], ["own"], ["slow 7"]] and not checks._trying
+
+
+async def test_a_verdict_is_known_to_its_tenant_only(checks, stubbed):
+    """Else the time of its answer would tell a tenant that another one has used the same schema."""
+    for tenant in ("mine", "mine", "probing", "mine"):
+        await checks.check(tenant, *asked_for("own"))
+        with pytest.raises(InvalidRequestError, match="field evil"):
+            await checks.check(tenant, *asked_for("evil"))
+    assert stubbed == 2 * [["own"], ["evil"]]
+
+
+async def test_a_tenants_flood_displaces_its_own_verdicts(checks, stubbed, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_CHECKED", 4)
+    await checks.check("quiet", *asked_for("own"))
+    for _ in range(2):
+        await checks.check("flood", *asked_for(*"abcdef"))
+    await checks.check("quiet", *asked_for("own"))
+    assert stubbed == [["own"], [*"abcdef"], [*"abc"]] and len(checks._checked) == 4
 
 
 async def test_a_trial_that_no_request_waits_for_is_never_begun(checks, stubbed, monkeypatch):
