@@ -327,7 +327,9 @@ def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch,
         def matcher(self):
             return self
 
-    monkeypatch.setattr(engine.grammars, "get", lambda spec: Broken() if spec == DIGITS else real(spec))
+    monkeypatch.setattr(
+        engine.grammars, "get", lambda spec, tenant: Broken() if spec == DIGITS else real(spec, tenant)
+    )
     others = [grammar_request(name, FOUR_DIGITS) for name in ("a", "b")]
     answers = serve(engine, others[0], grammar_request("broken", DIGITS), others[1])
     ended.set()

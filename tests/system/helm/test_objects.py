@@ -249,10 +249,37 @@ def test_pods_follow_a_changed_url_of_redis(mode: str, renderer: Renderer) -> No
     before = sums()
     autoscaler = {"autoscaler"} if mode == "none" else set()
     assert changed() == set()
+    assert changed(url="redis://all.example/1") == {"router", "prefill", "decode"} | autoscaler
     assert changed(url="redis://other.example") == {"router", "prefill", "decode"} | autoscaler
     assert changed(worker={"url": "redis://worker.example"}) == {"prefill", "decode"}
     assert changed(router={"url": "redis://router.example"}) == {"router"}
     assert changed(autoscaler={"url": "redis://autoscaler.example"}) == autoscaler
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss://router:PASSWORD@all.example:6380/0?a=b",
+        "redis://:PASSWORD@all.example",
+        "rediss+sentinel://user:PASSWORD@a.example:1,b.example:2/main?a=b&sentinel_password=PASSWORD",
+    ],
+)
+def test_no_annotation_tells_a_password_of_redis(url: str, renderer: Renderer) -> None:
+    """Whoever may read pods could test guesses at its hash."""
+
+    def annotations(password: str) -> list[dict[str, str]]:
+        redis = {"url": url.replace("PASSWORD", password)}
+        values = {
+            "redis": {"enabled": False},
+            "externalRedis": {**redis, "router": redis},
+            "ray": {"mode": "none"},
+            "autoscaling": {"enabled": True},
+        }
+        rendered = renderer.render(ValueSet(values=values))
+        found = [one["metadata"].get("annotations", {}) for one in rendered.manifests]
+        return found + [pod.annotations for pod in pods_of(rendered)]
+
+    assert annotations("one") == annotations("an:oth/er@all?x")
 
 
 def test_gpus_rdma_and_pinning_are_asked_for(renderer: Renderer) -> None:

@@ -12,7 +12,8 @@ from tests.kubernetes import clients
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer, names
 from tests.kubernetes.controllers.cluster import instant_cluster
-from tests.system.helm_life.helm import DEMO, NAMESPACE, Helm, HelmFailed
+from tests.system.conftest import _install
+from tests.system.helm_life.helm import CHART, DEMO, NAMESPACE, RELEASE, Helm, HelmFailed
 
 pytestmark = pytest.mark.system
 
@@ -80,6 +81,34 @@ def test_changed_configuration_rolls_the_pods_it_concerns_and_no_others(
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"one-baton-decode-0", "one-baton-decode-1"}
+
+
+def test_pods_follow_a_changed_password_of_redis(server: ApiServer, tmp_path: Path) -> None:
+    """Its hash is in no annotation: what counts is that the Secret in the cluster has another URL."""
+    helm = Helm(_install(4), server.kubeconfig(tmp_path / "kubeconfig"), tmp_path)
+
+    def change(step: str, everybody: str, router: str) -> set[str]:
+        """Install or upgrade, without waiting for pods; the components whose pods it replaces."""
+        before = templates()
+        values = "redis.enabled=false,ray.mode=none,externalRedis"
+        values += f".url=redis://:{everybody}@redis,externalRedis.router.url=redis://:{router}@redis"
+        helm(step, RELEASE, str(CHART), "--create-namespace", "--no-hooks", *VALUES, "--set", values)
+        return {name for name, template in templates().items() if before.get(name) != template}
+
+    def templates() -> dict[str, Object]:
+        kinds = ("StatefulSet", "Deployment")
+        found = [one for kind in kinds for one in server.objects(kind, NAMESPACE)]
+        return {one["metadata"]["name"].rpartition("-")[2]: one["spec"]["template"] for one in found}
+
+    workers = {"prefill", "decode"}
+    assert change("install", "a", "a") == workers | {"router"}
+    assert change("upgrade", "b", "a") == workers
+    assert change("upgrade", "b", "a") == set()
+    assert change("upgrade", "b", "b") == {"router"}
+    before = templates()
+    helm("rollback", RELEASE, "1", "--no-hooks")
+    assert all(before[name] != template for name, template in templates().items())
+    assert change("upgrade", "c", "a") == workers
 
 
 def test_a_release_from_before_the_link_is_not_upgraded_in_place(

@@ -132,9 +132,31 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end -}}
 
 {{- /* What must roll a component's pods beside its file: a URL that a Secret of the chart's holds, which processes read when they
-       start. Else some would stay at the Redis of before, and place requests apart from the others. Takes root, redisUser. */ -}}
+       start. Else some would stay at the Redis of before, and place requests apart from the others. Its hash is in an annotation,
+       at which a guess of a password could be tested: of passwords only the number of changes counts. Takes root, redisUser. */ -}}
 {{- define "baton.urlChecksum" -}}
-{{- include "baton.externalUrl" . | default (include "baton.externalUrl" (dict "root" .root "redisUser" "")) -}}
+{{- $own := include "baton.externalUrl" . -}}
+{{- $user := ternary .redisUser "" (not (empty $own)) -}}
+{{- $url := $own | default (include "baton.externalUrl" (dict "root" .root "redisUser" "")) -}}
+{{- if $url -}}
+{{- $open := regexReplaceAll "([?&][^=&]*password=)[^&]*" $url "${1}" -}}
+{{- $open = regexReplaceAll "^([a-z+]+://[^:@]*):.*@" $open "${1}@" -}}
+{{- printf "%s %s %s" (include "baton.urlKey" $user) (include "baton.urlRevision" (dict "root" .root "redisUser" $user)) $open -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* A URL's key in the chart's Secret. Takes redisUser. */ -}}
+{{- define "baton.urlKey" -}}{{ if . }}{{ . }}-{{ end }}url{{- end -}}
+
+{{- /* How often the URL has changed since the install, by that Secret in the cluster; 0 where Helm sees no cluster. Takes root,
+       redisUser. */ -}}
+{{- define "baton.urlRevision" -}}
+{{- $key := include "baton.urlKey" .redisUser -}}
+{{- $old := lookup "v1" "Secret" .root.Release.Namespace (printf "%s-external-redis" (include "baton.base" .root)) -}}
+{{- $revision := dig "metadata" "annotations" (printf "baton/%s-revision" $key) "0" $old | int -}}
+{{- $url := dig "data" $key "" $old | b64dec -}}
+{{- if and $url (ne $url (include "baton.externalUrl" .)) }}{{ $revision = add1 $revision }}{{ end -}}
+{{- $revision -}}
 {{- end -}}
 
 {{- /* A Redis of the prefix index's own. Takes root, redisUser. */ -}}
