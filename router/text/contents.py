@@ -8,6 +8,10 @@ before the template is rendered, and encoded as plain text afterwards:
     content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
                                                     as special tokens       as plain text
 
+A template may join two values to such a text (`<|im_` and `end|>`), or what it writes itself and a value (`<` and
+`|im_end|>`). So a text's end that begins a special token's text is marked too, and a text's begin that would complete what
+the template has begun.
+
 Nearly all conversations are without such texts: they cost one search, and are encoded as a whole.
 """
 
@@ -16,13 +20,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
+from router.text.templates import searched_texts, written_texts
 
 AskingRole = Literal["system", "developer", "user"]
 ROLES = (*get_args(AskingRole), "assistant", "tool")
@@ -30,6 +35,7 @@ T = TypeVar("T")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
 _MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
 _SPACE = re.compile(r"\s*")
+_CUT = chr(0x10FFFF)  # in texts for a pattern: here a value ends, whatever white space the template removes
 PIECE_CHARACTERS = 1 << 16  # searched at once, under the interpreter lock
 
 
@@ -54,8 +60,9 @@ def role_of(given: str, field: str) -> str:
 class Contents:
     """One tokenizer's special tokens, as texts that messages may hold."""
 
-    def __init__(self, tokenizer: Tokenizer, turns: Collection[str] = ()):
-        """`turns`: texts of tokens that the tokenizer does not call special, but that begin or end a template's turns."""
+    def __init__(self, tokenizer: Tokenizer, turns: Collection[str] = (), sources: Collection[str] = ()):
+        """`turns`: texts of tokens that the tokenizer does not call special, but that begin or end a template's turns.
+        `sources`: of the templates."""
         self._tokenizer = tokenizer
         found = {
             token_id: one
@@ -65,6 +72,19 @@ class Contents:
         special = found.values()
         texts = {one.content for one in special if len(one.content) > 1}
         self._special = re.compile(prefix_tree(texts)) if texts else None
+        self._searched = set[str]().union(*map(searched_texts, sources))
+        begun = {text[:end] for text in texts for end in range(1, len(text))}
+        self._breaking = _pattern("", texts, begun, self._searched) if texts else None
+        # What completes the end of a text of the template's own
+        own = set[str]().union(*map(written_texts, sources))
+        rests = {
+            text[end:]
+            for text in texts
+            for end in range(1, len(text))
+            if any(one.endswith(text[:end]) for one in own)
+        }
+        parts = {rest[:end] for rest in rests for end in range(1, len(rest))}
+        self._completing = _pattern(r"\A\s*", rests, parts, self._searched) if rests else None
         self._longest = max(map(len, texts), default=0)
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
@@ -76,14 +96,15 @@ class Contents:
         self._ids = frozenset(found)
 
     def marked(self, values: T) -> tuple[T, str]:
-        """The values, nested lists and objects, with a mark within every text of a special token, and the mark.
+        """The values, nested lists and objects, with a mark within every text of a special token, and every part of one
+        that a template may complete; and the mark.
 
         Raises InvalidRequestError for texts with special tokens that a mark cannot prevent: those of one character, and
         those that only the tokenizer's normalizer makes.
         """
         if self._unmarkable:
             self._refuse(values)
-        if self._special is None or not any(map(self._holds_special, texts(values))):
+        if self._breaking is None or not any(map(self._must_break, texts(values))):
             return values, ""
         used = {one for text in texts(values) for piece in _in_pieces(text) for one in _MARK.findall(piece)}
         mark = next((one for one in map(chr, _MARKS) if one not in used), None)
@@ -93,7 +114,7 @@ class Contents:
         # Each pass marks what does not overlap; breaking one text may leave another that overlapped it.
         def protect(value: Any) -> Any:
             if isinstance(value, str):
-                while self._holds_special(value):
+                while self._must_break(value):
                     value = self._broken(value, mark)
                 return value
             if isinstance(value, Mapping):
@@ -102,17 +123,23 @@ class Contents:
 
         return cast(T, protect(values)), mark
 
-    def _holds_special(self, text: str) -> bool:
-        return next(self._found(text), None) is not None
+    def _must_break(self, text: str) -> bool:
+        return self._completes(text) is not None or next(self._found(text, self._breaking), None) is not None
 
-    def _found(self, text: str) -> Iterator[re.Match[str]]:
+    def _completes(self, text: str) -> re.Match[str] | None:
+        """What completes the template's own text; not if it is a word of the template's, such as a role."""
+        if self._completing is None or text in ROLES or text in self._searched:
+            return None
+        return self._completing.match(text)
+
+    def _found(self, text: str, pattern: re.Pattern[str] | None) -> Iterator[re.Match[str]]:
         """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms."""
-        special, more = self._special, self._longest - 1
-        assert special is not None
+        more = self._longest - 1
+        assert pattern is not None
         at = 0
         while at < len(text):
             end = at + PIECE_CHARACTERS
-            found = special.search(text, at, end + more)
+            found = pattern.search(text, at, end + more)
             if found is None or found.start() >= end:  # there it may be cut short
                 at = end
             else:
@@ -120,12 +147,16 @@ class Contents:
                 at = found.end()
 
     def _broken(self, text: str, mark: str) -> str:
-        """The text with the mark behind the first character of each special token's text."""
+        """The text with the mark behind the first character of each special token's text, or part of one."""
         pieces: list[str] = []
         end = 0
-        for found in self._found(text):
-            pieces += text[end : found.start() + 1], mark
-            end = found.start() + 1
+        if (begin := self._completes(text)) is not None:
+            end = begin.start(1) + 1
+            pieces += text[:end], mark
+        for found in self._found(text, self._breaking):
+            if found.start() >= end:
+                pieces += text[end : found.start() + 1], mark
+                end = found.start() + 1
         return "".join((*pieces, text[end:]))
 
     def _refuse(self, values: Any) -> None:
@@ -145,7 +176,7 @@ class Contents:
         that these take; what has no marks stays together."""
         text, mark = rendered.text, rendered.mark
         begin = end = 0
-        for found in (*self._found(text), None):
+        for found in (*self._found(text, self._special), None):
             until = found.start() if found is not None else len(text)
             between = text[end:until]
             if mark in between:
@@ -212,6 +243,15 @@ def prefix_tree(texts: Collection[str]) -> str:
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
+
+
+def _pattern(before: str, whole: Iterable[str], parts: Iterable[str], cuts: Iterable[str]) -> re.Pattern[str]:
+    """Finds whole texts, and parts of texts where a value ends, or the template may cut it: at the `cuts`. Both are its
+    group 1."""
+    ends = "|".join([*map(re.escape, filter(None, cuts)), r"\Z"])
+    at_an_end = rf"(?=\s*(?:{ends}))"
+    tree = prefix_tree({*whole, *(part + _CUT for part in parts)})
+    return re.compile(f"{before}({tree.replace(_CUT, at_an_end)})")
 
 
 def _without_special(tokenizer: Tokenizer, more: Collection[AddedToken]) -> tuple[Tokenizer, Tokenizer]:

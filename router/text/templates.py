@@ -58,6 +58,13 @@ def searched_texts(source: str) -> set[str]:
     return {one.value for one in given if isinstance(one, nodes.Const) and isinstance(one.value, str)}
 
 
+def written_texts(source: str) -> set[str]:
+    """The template's own texts, after each of which it may write a value."""
+    tree = template_environment().parse(source)
+    texts = {one.data for one in tree.find_all(nodes.TemplateData)}
+    return texts | {one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)}
+
+
 @jinja2.pass_context
 def _tojson(
     context: Context,

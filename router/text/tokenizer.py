@@ -122,7 +122,7 @@ class ModelText:
         # As transformers has it: a template of this name is that of conversations with tools.
         self._tool_template = self._compile(sources["tool_use"]) if "tool_use" in sources else self._template
         self.template_source = "\n".join(sources.values())
-        self._contents = Contents(self.tokenizer, self._turn_texts(sources.values()))
+        self._contents = Contents(self.tokenizer, self._turn_texts(sources.values()), sources.values())
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.

@@ -217,7 +217,7 @@ def test_the_beginnings_of_many_special_tokens_are_soon_passed(unit):
     """Each was tried at each place: 1.5 s for 2 MiB."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(250)]
     contents = Contents(byte_level(*(AddedToken(one, special=True) for one in (*names, "<s>", "<|eot|>"))))
-    message = {"role": "user", "content": unit * ((2 << 20) // len(unit))}
+    message = {"role": "user", "content": unit * ((2 << 20) // len(unit)) + "."}
     took = []
     for _ in range(3):
         began = time.perf_counter()
@@ -236,7 +236,8 @@ def test_long_contents_are_searched_in_pieces(monkeypatch):
             (found,), mark = contents.marked([text])
             assert found == text.replace(special, special[0] + mark + special[1:]) and mark
     ends = []
-    monkeypatch.setattr(contents, "_special", SimpleNamespace(search=lambda *given: ends.append(given[1:])))
+    searched = SimpleNamespace(search=lambda *given: ends.append(given[1:]))
+    monkeypatch.setattr(contents, "_breaking", searched)
     assert contents.marked(["z" * 20])[1] == ""
     assert ends == [(0, 14), (8, 22), (16, 30)]
 
@@ -261,8 +262,10 @@ class _Counted:
 def test_contents_with_special_tokens_are_marked_and_encoded_in_pieces(monkeypatch):
     """Of one special token at the end of 2 MiB, marking held the interpreter lock for 30 ms, encoding for 25 ms."""
     contents = Contents(byte_level(AddedToken("<|eot|>", special=True)))
-    special, marks = _Counted(contents._special), _Counted(contents_module._MARK)
+    special, breaking = _Counted(contents._special), _Counted(contents._breaking)
+    marks = _Counted(contents_module._MARK)
     monkeypatch.setattr(contents, "_special", special)
+    monkeypatch.setattr(contents, "_breaking", breaking)
     monkeypatch.setattr(contents_module, "_MARK", marks)
     piece = contents_module.PIECE_CHARACTERS
     content = 3 * piece * "<" + "<|eot|>"
@@ -271,7 +274,7 @@ def test_contents_with_special_tokens_are_marked_and_encoded_in_pieces(monkeypat
     assert content.startswith(
         "".join(part for part, _ in contents._pieces(Rendered(found, mark))).replace(mark, "")
     )
-    assert max(special.lengths) <= piece + len("<|eot|>") and max(marks.lengths) <= piece
+    assert max(special.lengths + breaking.lengths) <= piece + len("<|eot|>") and max(marks.lengths) <= piece
 
 
 @pytest.mark.parametrize("piece", range(1, 9))
@@ -284,7 +287,7 @@ def test_pieces_have_the_matches_of_the_whole_text(monkeypatch, piece):
     for _ in range(200):
         text = "".join(draws.choices("<a>b[x]*. ", k=24))
         whole = [found.span() for found in special.finditer(text)]
-        assert [found.span() for found in contents._found(text)] == whole
+        assert [found.span() for found in contents._found(text, special)] == whole
 
 
 def test_of_texts_with_the_same_beginning_the_longest_is_found():
