@@ -25,7 +25,8 @@ OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias,
 # torch's integer product on CUDA needs so many rows, and this multiple of inputs and outputs
 CUDA_MIN_ROWS, CUDA_MULTIPLE = 17, 8
 _CHANNELS = 128  # quantised at a time: less memory beside the weights
-EXACT_INPUTS = 1024  # their sum of products is at most 1024 · 127², less than the 2^24 up to which fp32 has each integer
+# Their sum of products is at most 1024 · 127², less than the 2^24 up to which fp32 has each integer.
+EXACT_INPUTS = 1024
 _WIDENED = 1024  # output channels at a time whose codes are in fp32
 
 

@@ -1,4 +1,5 @@
-"""Products with bf16 weights, by AMX where this CPU has it: exact enough, bitwise the same whatever rows are beside, within their memory."""
+"""Products with bf16 weights, by AMX where this CPU has it: exact enough, bitwise the same whatever rows are beside,
+within their memory."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def test_rows_of_which_one_is_not_finite_leave_the_others_alone():
 
 @pytest.mark.parametrize("inputs", [96, 34, 8192])
 def test_without_amx_panels_are_multiplied_by_other_instructions(inputs, monkeypatch):
-    """Also where a step of AMX would not be full, and where Linux does not give a process the registers; long rows, of which
-    few are computed together."""
+    """Also where a step of AMX would not be full, and where Linux does not give a process the registers; long rows, of
+    which few are computed together."""
     if inputs != 34:
         monkeypatch.setattr(cpu_tile_products, "supported", lambda: False)
     made, matrix = linear(inputs, 75)
