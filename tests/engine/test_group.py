@@ -28,6 +28,12 @@ def test_a_rank_whose_peers_do_not_join_reports_it(rank):
         )
 
 
+def listening() -> list[tuple[str, int]]:
+    """Where this process listens."""
+    found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return [tuple(one) for one in found]
+
+
 def run_rank(
     rank: int, address: str, listener: socket.socket | None, messages: list[bytes], sockets: Any
 ) -> None:
@@ -36,9 +42,7 @@ def run_rank(
         assert group.share(message if rank == 0 else None) == message
     found = group.all_reduce_max(torch.tensor([(math.nan, 1.0)[rank], (1.0, math.nan)[rank], 2.0 + rank]))
     assert not found[:2].isfinite().any() and found[2] == 3.0
-    sockets.put(
-        [c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    )
+    sockets.put((rank, listening()))
     assert group.share(None) is None
     group.close()
 
@@ -57,17 +61,20 @@ def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(m
     for rank in ranks:
         rank.start()
     listener.close()
-    found = [sockets.get(timeout=60) for _ in ranks]
+    found = dict(sockets.get(timeout=60) for _ in ranks)
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
-    assert all(found) and {host for hosts in found for host in hosts} == {"127.0.0.1"}
+    assert {host for ports in found.values() for host, _ in ports} == {"127.0.0.1"}
+    # The store on the leader's descriptor and nowhere else, and gloo of each rank
+    store = int(address.rpartition(":")[2])
+    assert [port == store for _, port in sorted(found[0], key=lambda one: one[1] != store)] == [True, False]
+    assert len(found[1]) == 1 and found[1][0][1] != store
 
 
 def hold_group(rank: int, address: str, listener: socket.socket | None, ports: Any, tried: Any) -> None:
     group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
-    found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    ports.put([tuple(one) for one in found])
+    ports.put(listening())
     assert tried.wait(60)
     assert group.share(b"plan" if rank == 0 else None) == b"plan"
     group.share(None)
