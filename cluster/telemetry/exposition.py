@@ -17,7 +17,6 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigError
-from cluster.telemetry.logs import is_logged
 from cluster.telemetry.short_http import FAILED, Answer, Exchange, Request, ShortHttpServer
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,6 @@ class MetricsServer:
         self._warnings = warnings
         # By page and format, while it is rendered. Weak: one that is closed meanwhile leaves nothing behind.
         self._waiting: dict[tuple[MetricsPage, bool], weakref.WeakSet[Exchange]] = {}
-        self._failed_starts = 0
         try:
             self._server = ShortHttpServer(host, port, self._respond)
         except OSError as error:
@@ -122,17 +120,19 @@ class MetricsServer:
         recent = page.recent(open_metrics)
         if recent is not None:
             exchange.send(recent)
-        elif (page, open_metrics) in self._waiting or self._start_rendering(page, open_metrics):
-            self._waiting.setdefault((page, open_metrics), weakref.WeakSet()).add(exchange)
-        else:
-            exchange.send(FAILED)
+            return
+        waiting = self._waiting.get((page, open_metrics))
+        if waiting is None:
+            self._start_rendering(page, open_metrics)
+            waiting = self._waiting[page, open_metrics] = weakref.WeakSet()
+        waiting.add(exchange)
 
     def _probed(self, name: str, why_not: Sequence[str]) -> Answer:
         status = "503 Service Unavailable" if why_not else "200 OK"
         return Answer(status, "application/json", probe_body(name, why_not, self._facts, self._warnings()))
 
-    def _start_rendering(self, page: MetricsPage, open_metrics: bool) -> bool:
-        """False: the system has no thread left."""
+    def _start_rendering(self, page: MetricsPage, open_metrics: bool) -> None:
+        """Raises RuntimeError where the system has no thread left."""
         loop = asyncio.get_running_loop()
 
         def render() -> None:
@@ -144,15 +144,8 @@ class MetricsServer:
             with contextlib.suppress(RuntimeError):  # the server is closed
                 loop.call_soon_threadsafe(self._rendered, page, open_metrics, answer)
 
-        try:
-            threading.Thread(target=render, name="metrics-page", daemon=True).start()
-        except RuntimeError as error:
-            self._failed_starts += 1
-            if is_logged(self._failed_starts):
-                log.warning("the metrics were not rendered: %s (%d times)", error, self._failed_starts)
-            return False
-        return True
+        threading.Thread(target=render, name="metrics-page", daemon=True).start()
 
     def _rendered(self, page: MetricsPage, open_metrics: bool, answer: Answer) -> None:
-        for exchange in list(self._waiting.pop((page, open_metrics), ())):
+        for exchange in list(self._waiting.pop((page, open_metrics))):
             exchange.send(answer)

@@ -125,7 +125,7 @@ class Exchange:
             return
         try:
             self._respond(request, self)
-        except Exception:
+        except Exception:  # RuntimeError among them: the system has no thread left
             log.exception("a request to the port of probes and metrics failed")
             self.send(FAILED)
 

@@ -11,8 +11,9 @@ from worker.link import outgoing, routers, session
 from worker.link.handle import Handle
 from worker.link.routers import Routers
 from worker.link.session import Session, State
+from worker.link.turns import ENTRIES_A_TURN
 
-TURN = session.ENTRIES_A_TURN
+TURN = ENTRIES_A_TURN
 Frame = link_pb2.RouterFrame
 
 
