@@ -271,6 +271,44 @@ def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -
     assert [one["to"] for one in rules if {port["port"] for port in one["ports"]} == {443}] == [collector]
 
 
+def test_ways_out_to_every_address_are_closed_by_naming_the_addresses(renderer: Renderer) -> None:
+    """docs/security.md ("Ports") lists them."""
+    peers = [{"ipBlock": {"cidr": "192.0.2.9/32"}}]
+
+    def open_ways(**named: list[dict[str, Any]]) -> dict[str, set[int]]:
+        values = {
+            "autoscaling": {"enabled": True},
+            "topology": {"enabled": True},
+            "redis": {"enabled": False},
+            "ray": {"mode": "none"},
+            "externalRedis": {"url": "rediss://redis.example:6379", "peers": named.get("redis", [])},
+            "externalIndex": {
+                "urlSecret": {"name": "index"},
+                "port": 6390,
+                "peers": named.get("index", []),
+            },
+            "networkPolicy": {"apiServer": named.get("api", [])},
+        }
+        rendered = renderer.render(ValueSet(values=values))
+        found: dict[str, set[int]] = {}
+        for pod in pods_of(rendered):
+            ports = {
+                one.first for rule in _egress(rendered, pod) if not rule.get("to") for one in _ports(rule)
+            }
+            if ports:
+                found[pod.component] = ports
+        return found
+
+    api, redis, index = {443, 6443}, {6379}, {6390}
+    assert open_ways() == {
+        "router": redis | index,
+        "prefill": api | redis | index,
+        "decode": api | redis | index,
+        "autoscaler": api | redis,
+    }
+    assert open_ways(redis=peers, index=peers, api=peers) == {}
+
+
 @pytest.mark.parametrize(
     ("endpoint", "port"),
     [
