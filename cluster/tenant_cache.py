@@ -46,8 +46,8 @@ class TenantCache(Generic[V]):
         return (value for mine in self._tenants.values() for value in mine.values())
 
     def drop_oldest_of_largest(self, size: Callable[[Collection[V]], int]) -> V:
-        """Drop the value used longest ago of the tenant whose values have the largest `size`; of several, of the tenant that
-        has used none for longest. Looks at all values. Raises ValueError if there is none."""
+        """Drop the value used longest ago of the tenant whose values have the largest `size`; of several, of the one that
+        has used none for longest. Looks at all tenants. Raises ValueError if there is no value."""
         tenant, mine = max(self._tenants.items(), key=lambda one: size(one[1].values()))
         _, value = mine.popitem(last=False)
         self._count -= 1

@@ -9,8 +9,8 @@ before the template is rendered, and encoded as plain text afterwards:
                                                     as special tokens       as plain text
 
 A template may join two values to such a text (`<|im_` and `end|>`), or what it writes itself and a value (`<` and
-`|im_end|>`). So a text's end that begins a special token's text is marked too, and a text's begin that would complete what
-the template has begun.
+`|im_end|>`). So the end of a text is marked too where it begins a special token's text, and its beginning where it would
+complete what the template has begun.
 
 Nearly all conversations are without such texts: they cost one search, and are encoded as a whole.
 """
@@ -75,14 +75,9 @@ class Contents:
         self._searched = set[str]().union(*map(searched_texts, sources))
         begun = {text[:end] for text in texts for end in range(1, len(text))}
         self._breaking = _pattern("", texts, begun, self._searched) if texts else None
-        # What completes the end of a text of the template's own
         own = set[str]().union(*map(written_texts, sources))
-        rests = {
-            text[end:]
-            for text in texts
-            for end in range(1, len(text))
-            if any(one.endswith(text[:end]) for one in own)
-        }
+        open_ends = {part for part in begun if any(one.endswith(part) for one in own)}
+        rests = {text[len(part) :] for part in open_ends for text in texts if text[:-1].startswith(part)}
         parts = {rest[:end] for rest in rests for end in range(1, len(rest))}
         self._completing = _pattern(r"\A\s*", rests, parts, self._searched) if rests else None
         self._longest = max(map(len, texts), default=0)
@@ -147,11 +142,12 @@ class Contents:
                 at = found.end()
 
     def _broken(self, text: str, mark: str) -> str:
-        """The text with the mark behind the first character of each special token's text, or part of one."""
+        """The text with the mark before what completes the template's own text, and behind the first character of each
+        special token's text, or part of one."""
         pieces: list[str] = []
         end = 0
         if (begin := self._completes(text)) is not None:
-            end = begin.start(1) + 1
+            end = begin.start(1)
             pieces += text[:end], mark
         for found in self._found(text, self._breaking):
             if found.start() >= end:

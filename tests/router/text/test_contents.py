@@ -113,6 +113,15 @@ def test_overlapping_texts_of_special_tokens_are_all_marked():
     assert sum(token >= len(ALPHABET) for token in encoded) == 2
 
 
+@pytest.mark.parametrize("text", [">", "> a", " >", "\n>\n", ">>", ">< "])
+def test_what_completes_the_templates_text_is_marked_once(text):
+    contents = Contents(byte_level(AddedToken("<s>", special=True)), sources=["{{ '<s' ~ x | trim }}"])
+    (marked,), mark = contents.marked([text])
+    assert mark and marked.strip().startswith(f"{mark}>") and marked.replace(mark, "") == text
+    for word in ("user", "s>", "a >"):
+        assert contents.marked([word]) == ([word], "")
+
+
 def test_contents_that_a_mark_cannot_protect_are_refused():
     single = Contents(byte_level(AddedToken("\u00a7", special=True)))
     assert single.marked([{"role": "user", "content": "no such character"}])[1] == ""

@@ -24,7 +24,7 @@ def run(names: Sequence[str], pairs: int = PAIRS) -> list[Pairs]:
             found = []
             for name in names:
                 found.append(one := await runner.run(name, [name], pairs, STRETCH_SECONDS))
-                print(f"  {name}: {one.ratio(statistics.median):.2f} {dict(one.answers)}", flush=True)
+                print(f"    {one.ratio(statistics.median):.2f} {dict(one.answers)}", flush=True)
             return found
 
         return asyncio.run(each())

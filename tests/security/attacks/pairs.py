@@ -21,7 +21,8 @@ from tests.security.attacks.attackers import BEGUN
 from tests.security.attacks.tenant import p99, tenant
 
 STEP_SECONDS = 0.2
-BEGIN_SECONDS = 180.0  # at most, of attackers at the lowest priority on a busy machine
+BEGIN_SECONDS = 90.0  # at most, of attackers at the lowest priority on a busy machine
+TOLD_SECONDS = 15.0  # between two lines about attackers that have not begun
 REST_SECONDS = 1.5  # after an attack, for what is still queued
 
 
@@ -69,7 +70,8 @@ class PairRunner:
 
     async def run(self, name: str, attacks: Sequence[str], pairs: int, seconds: float) -> Pairs:
         found = Pairs(name)
-        for _ in range(pairs):
+        for number in range(1, pairs + 1):
+            print(f"  {name}: pair {number} of {pairs}", flush=True)
             await self._stretch(found, found.calm, seconds)
             command = ["-m", "tests.security.attacks.attackers", "--http", self._cluster.http]
             command += ["--grpc", self._cluster.grpc, "--keys", *self._attackers]
@@ -81,8 +83,7 @@ class PairRunner:
             )
             try:
                 assert attackers.stdout is not None
-                line = await asyncio.wait_for(attackers.stdout.readline(), BEGIN_SECONDS)
-                assert line.decode().strip() == BEGUN
+                assert await _first_line(attackers.stdout) == BEGUN, "the attackers ended"
                 await self._stretch(found, found.attacked, seconds, attackers.pid)
                 said, _ = await asyncio.wait_for(attackers.communicate(), 60)
             finally:
@@ -109,6 +110,18 @@ class PairRunner:
         firsts, failures = running.result()
         kind.firsts += firsts
         kind.failures += failures
+
+
+async def _first_line(output: asyncio.StreamReader) -> str:
+    """Tells of the wait for it. Raises TimeoutError."""
+    reading = asyncio.ensure_future(output.readline())
+    try:
+        async with asyncio.timeout(BEGIN_SECONDS):
+            while not (await asyncio.wait([reading], timeout=TOLD_SECONDS))[0]:
+                print("    the attackers have not begun yet", flush=True)
+        return (await reading).decode().strip()
+    finally:
+        reading.cancel()
 
 
 def mean(shares: Sequence[float]) -> float:
