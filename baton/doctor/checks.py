@@ -109,16 +109,7 @@ def _rdma(facts: Facts) -> Finding:
 
 
 def _kuberay(facts: Facts) -> Finding:
-    versions = facts.crds.get(KUBERAY)
-    if "custom resource definitions" in facts.unread:
-        return _unknown(facts, "custom resource definitions", "ray.mode embedded needs none of it")
-    if versions is None:
-        return Finding("info", "not installed", "ray.mode embedded needs none of it")
-    found = f"ray.io {', '.join(versions)}"
-    if "v1" not in versions:
-        advice = "ray.mode kuberay needs ray.io/v1: upgrade the operator to 1.0 or later"
-        return Finding("warning", found, advice)
-    return Finding("ok", found)
+    return _operator(facts, (KUBERAY,), "only ray.mode kuberay needs it")
 
 
 def _prometheus(facts: Facts) -> Finding:
@@ -162,9 +153,8 @@ def _operator(facts: Facts, names: Sequence[str], without: str) -> Finding:
     missing = [name for name in names if "v1" not in facts.crds.get(name, ())]
     if not missing:
         return Finding("ok", "v1")
-    return Finding(
-        "info", "not installed" if missing == [*names] else f"no v1 of {', '.join(missing)}", without
-    )
+    is_there = any(name in facts.crds for name in names)
+    return Finding("info", f"no v1 of {', '.join(missing)}" if is_there else "not installed", without)
 
 
 def _permissions(facts: Facts) -> Finding:

@@ -22,8 +22,6 @@ WORKER = {"cpu": "4", "memory": "32Gi"}
 GPU_RESOURCE = "nvidia.com/gpu"
 _ROUTER = {"cpu": "1", "memory": "1Gi"}
 _REDIS = {"cpu": "250m", "memory": "256Mi"}
-_RAY_HEAD = {"cpu": "1", "memory": "2Gi"}
-_RAY_NODE = {"cpu": "200m", "memory": "768Mi"}  # beside each worker, where Ray is embedded
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,22 @@ class PodNeed:
         return sum(count for name, count in self.amounts.items() if "/" in name)
 
 
-def total(*parts: Mapping[str, str]) -> dict[str, float]:
-    return {name: sum(amount(part.get(name, "0")) for part in parts) for part in parts for name in part}
+def _numbers(quantities: Mapping[str, str]) -> dict[str, float]:
+    return {name: amount(quantity) for name, quantity in quantities.items()}
 
 
 def pods_of(values: Values) -> list[PodNeed]:
+    """Those of values that values.py makes: workers of one pod each, and no Ray."""
     routers = values.get("router", {}).get("replicas", ROUTERS)
-    pods = [PodNeed("router", total(_ROUTER))] * routers
-    pods += [PodNeed("redis", total(_REDIS))]
-    ray_mode = values.get("ray", {}).get("mode", "embedded")
-    pods += [PodNeed("ray-head", total(_RAY_HEAD))] * (ray_mode in ("embedded", "kuberay"))
+    pods = [PodNeed("router", _numbers(_ROUTER))] * routers
+    pods += [PodNeed("redis", _numbers(_REDIS))]
     for role in ("prefill", "decode"):
-        pods += [_worker(role, values[role], ray_mode == "embedded")] * values[role].get("replicas", 1)
+        pods += [_worker(role, values[role])] * values[role].get("replicas", 1)
     return pods
 
 
-def _worker(role: str, pool: Values, has_ray_node: bool) -> PodNeed:
-    requests = pool.get("resources", {}).get("requests", WORKER)
-    amounts = total(requests, _RAY_NODE) if has_ray_node else total(requests)
+def _worker(role: str, pool: Values) -> PodNeed:
+    amounts = _numbers(pool.get("resources", {}).get("requests", WORKER))
     if pool["gpus"]:
         amounts[pool.get("gpuResource", GPU_RESOURCE)] = pool["gpus"]
     if "rdma" in pool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from baton.doctor.facts import (
     CERT_MANAGER,
     CLIQUE_LABEL,
-    KUBERAY,
     PRODUCT_LABEL,
     PROMETHEUS,
     RULES,
@@ -48,10 +47,9 @@ def values_for(facts: Facts) -> Values:
 
 
 def _operators(facts: Facts) -> Values:
-    """Values for installed operators and readable objects."""
+    """Values for installed operators and readable objects. None for Ray's: each worker of these plans has one pod, and
+    such workers need no Ray, whether an operator for it is there or not."""
     values: Values = {}
-    if "v1" in facts.crds.get(KUBERAY, ()) and facts.may(KUBERAY):
-        values["ray"] = {"mode": "kuberay"}
     if _usable(facts, *CERT_MANAGER):
         values["tls"] = {"enabled": True, "source": "certManager"}
     observability = {"monitors": _usable(facts, *PROMETHEUS), "rules": _usable(facts, RULES)}

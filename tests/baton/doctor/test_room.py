@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.doctor.checks import Check, judge
-from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
+from baton.doctor.facts import CERT_MANAGER, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import Values, pods_of, without_room
 from baton.doctor.reading import Reader, connect
 from baton.doctor.values import values_for
@@ -118,7 +118,6 @@ def test_a_placed_pod_takes_room_from_later_ones(server: ApiServer, tmp_path: Pa
 @pytest.mark.parametrize(
     ("definition", "switched_on"),
     [
-        (KUBERAY, "ray"),
         (PROMETHEUS[0], "monitors"),
         (PROMETHEUS[1], "monitors"),
         (RULES, "rules"),

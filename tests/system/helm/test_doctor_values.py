@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.doctor.facts import CERT_MANAGER, PROMETHEUS, RULES, Facts, Node, Permission, Taint
+from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts, Node, Permission, Taint
 from baton.doctor.pods import pods_of as doctor_pods
 from baton.doctor.values import values_for
 from tests.kubernetes.api.server import ApiServer
 from tests.kubernetes.controllers.base import Client
 from tests.kubernetes.controllers.scheduler import Scheduler, requests_of
 from tests.system.helm.rendering import Pod, Rendered, Renderer, ValueSet, pods_of
-from tests.system.helm.value_sets import CERTS, KUBERAY
+from tests.system.helm.value_sets import CERTS
 
 pytestmark = pytest.mark.system
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "topology.kubernetes.io/zone": "a"}
@@ -34,7 +34,7 @@ GPU = node(
     labels=H100,
     taints=[Taint("nvidia.com/gpu", "", "NoSchedule"), Taint("team", "ml", "NoSchedule")],
 )
-OPERATORS = {name: ["v1"] for name in (*CERT_MANAGER, *PROMETHEUS, RULES)}
+OPERATORS = {name: ["v1"] for name in (*CERT_MANAGER, *PROMETHEUS, RULES, KUBERAY)}
 CLUSTERS: dict[str, Facts] = {
     "bare": Facts("v1.32.0", "serving", [node({})]),
     "small": Facts("v1.32.0", "serving", [node({"cpu": "4", "memory": "12Gi"})]),
@@ -45,7 +45,6 @@ CLUSTERS: dict[str, Facts] = {
     ),
     "mig": Facts("v1.32.0", "serving", [node({"nvidia.com/mig-3g.40gb": "2"})]),
     "operators": Facts("v1.32.0", "serving", [GPU, CPU], OPERATORS),
-    "kuberay": Facts("v1.32.0", "serving", [GPU, CPU], {**OPERATORS, "rayservices.ray.io": ["v1"]}),
     "few rights": Facts(
         "v1.32.0",
         "serving",
@@ -62,7 +61,7 @@ CLUSTERS: dict[str, Facts] = {
 
 def rendered_for(name: str, renderer: Renderer) -> Rendered:
     facts = CLUSTERS[name]
-    apis = (*(CERTS if CERT_MANAGER[0] in facts.crds else ()), *(KUBERAY if name == "kuberay" else ()))
+    apis = (*CERTS, "ray.io/v1") if CERT_MANAGER[0] in facts.crds else ()
     rendered = renderer.render(ValueSet(values=values_for(facts), apis=apis))
     assert rendered.code == 0, rendered.error
     return rendered
@@ -72,12 +71,8 @@ def started(rendered: Rendered) -> list[Pod]:
     """Every pod that runs after the install, as often as there are replicas; no Jobs of `helm test`."""
     pods = []
     for pod in pods_of(rendered):
-        spec = pod.manifest["spec"]
-        if pod.manifest["kind"] == "RayService" and pod.component != "ray-head":
-            groups = {group["groupName"]: group for group in spec["rayClusterConfig"]["workerGroupSpecs"]}
-            pods += [pod] * groups[pod.component]["replicas"]
-        elif pod.manifest["kind"] != "Job":
-            pods += [pod] * spec.get("replicas", 1)
+        if pod.manifest["kind"] != "Job":
+            pods += [pod] * pod.manifest["spec"].get("replicas", 1)
     return pods
 
 
@@ -87,6 +82,7 @@ def test_the_chart_renders_with_them(name: str, renderer: Renderer) -> None:
     rendered = rendered_for(name, renderer)
     workers = {pod.component: pod for pod in pods_of(rendered) if pod.component in ("prefill", "decode")}
     assert workers.keys() == {"prefill", "decode"}
+    assert "RayService" not in {one["kind"] for one in rendered.manifests}
     for pod in workers.values():
         limits = next(one for one in pod.spec["containers"] if one["name"] == "worker")["resources"]["limits"]
         assert pod.spec.get("nodeSelector", {}).items() <= H100.items()

@@ -71,6 +71,7 @@ def test_the_suffix_of_gpu_workers_survives_the_tag(
     assert {f"{there}/{role}:{router}" for role in ROLES} <= without
 
 
+SPANS = {"nodes": 2, "tensorParallel": 2}
 BUILT = re.search(
     r"^for target in (.*); do$", (CHART.parents[2] / "docs/kubernetes.md").read_text(), re.MULTILINE
 )
@@ -93,24 +94,17 @@ def test_an_install_with_gpus_has_the_images_that_its_page_builds(mode: str, ren
 @pytest.mark.parametrize(
     ("values", "image"),
     [
-        ({}, f"ghcr.io/baton-serve/decode:{VERSION}-cuda"),
-        ({"decode": {"gpus": 0}}, f"ghcr.io/baton-serve/decode:{VERSION}"),
-        ({"decode": {"image": "example.com/rocm:1"}}, "example.com/rocm:1"),
-        ({"ray": {"head": {"image": "example.com/ray:1"}}}, "example.com/ray:1"),
+        ({"decode": SPANS}, f"ghcr.io/baton-serve/decode:{VERSION}-cuda"),
+        ({"decode": {**SPANS, "gpus": 0}}, f"ghcr.io/baton-serve/decode:{VERSION}"),
+        ({"decode": {**SPANS, "image": "example.com/rocm:1"}}, "example.com/rocm:1"),
+        ({"decode": SPANS, "ray": {"head": {"image": "example.com/ray:1"}}}, "example.com/ray:1"),
         (
-            {
-                "ray": {"joinWorkers": False},
-                "prefill": {"nodes": 2, "tensorParallel": 2},
-                "decode": {"image": "example.com/without-ray:1"},
-            },
+            {"prefill": SPANS, "decode": {"image": "example.com/without-ray:1"}},
             f"ghcr.io/baton-serve/prefill:{VERSION}-cuda",
         ),
-        (
-            {"ray": {"joinWorkers": False}, "decode": {"nodes": 2, "tensorParallel": 2}},
-            f"ghcr.io/baton-serve/decode:{VERSION}-cuda",
-        ),
+        ({"ray": {"joinWorkers": True}, "prefill": SPANS}, f"ghcr.io/baton-serve/decode:{VERSION}-cuda"),
     ],
-    ids=["default", "CPUs", "an image of decode workers", "its own", "prefill spans", "decode spans"],
+    ids=["decode spans", "CPUs", "an image of decode workers", "its own", "prefill spans", "all join"],
 )
 def test_rays_head_has_an_image_with_ray(values: dict[str, Any], image: str, renderer: Renderer) -> None:
     (head,) = [

@@ -40,24 +40,25 @@ BESIDE: dict[str, dict[str, Any]] = {
     "router.autoscaling": {"router": {"autoscaling": {"enabled": True}}},
     "prefill.rdma": {"prefill": {"rdma": {"resourceName": "rdma/hca"}}},
     "decode.rdma": {"decode": {"rdma": {"resourceName": "rdma/hca"}}},
+    "ray": {"ray": {"joinWorkers": True}},
     "ray.kuberay": {"ray": {"mode": "kuberay"}},
     "ray.kuberay.idleSeconds": {"ray": {"mode": "kuberay"}, "autoscaling": {"enabled": True}},
     "ray.external": {"ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}}},
     "ray.gcsFaultTolerance.passwordSecret.key": {
-        "ray": {"gcsFaultTolerance": {"passwordSecret": {"name": "x"}}}
+        "ray": {"joinWorkers": True, "gcsFaultTolerance": {"passwordSecret": {"name": "x"}}}
     },
-    "ray.gcsFaultTolerance.peers": {"ray": {"gcsFaultTolerance": {"address": "redis://x:6379"}}},
+    "ray.gcsFaultTolerance.peers": {
+        "ray": {"joinWorkers": True, "gcsFaultTolerance": {"address": "redis://x:6379"}}
+    },
     "redis.persistence": {"redis": {"persistence": {"enabled": True}}},
     "externalRedis": {
         "redis": {"enabled": False},
         "externalRedis": {"url": "rediss://x"},
-        "ray": {"gcsFaultTolerance": {"enabled": False}},
     },
     **{
         f"externalRedis.{user}.urlSecret.key": {
             "redis": {"enabled": False},
             "externalRedis": {"url": "rediss://x", user: {"urlSecret": {"name": "x"}}},
-            "ray": {"gcsFaultTolerance": {"enabled": False}},
             "autoscaling": {"enabled": True},
         }
         for user in ("router", "worker", "autoscaler")
@@ -65,19 +66,16 @@ BESIDE: dict[str, dict[str, Any]] = {
     "externalRedis.autoscaler": {
         "redis": {"enabled": False},
         "externalRedis": {"url": "rediss://x"},
-        "ray": {"gcsFaultTolerance": {"enabled": False}},
         "autoscaling": {"enabled": True},
     },
     "redis.passwordSecrets.autoscaler": {"autoscaling": {"enabled": True}},
     "externalRedis.urlSecret.key": {
         "redis": {"enabled": False},
         "externalRedis": {"urlSecret": {"name": "x"}},
-        "ray": {"gcsFaultTolerance": {"enabled": False}},
     },
     "externalRedis.clientCertificate": {
         "redis": {"enabled": False},
         "externalRedis": {"url": "rediss://x", "tlsSecret": "tls"},
-        "ray": {"gcsFaultTolerance": {"enabled": False}},
     },
     "externalIndex": {"externalIndex": {"urlSecret": {"name": "x"}}},
     "apiKeys.key": {"apiKeys": {"existingSecret": "keys"}, "tests": {"enabled": False}},

@@ -152,7 +152,7 @@ def _meets(ports: Ports, rule: dict[str, Any], direction: str, pod: Pod) -> bool
 @pytest.mark.parametrize(
     ("name", "port", "peer"),
     [
-        ("defaults", 6379, {"app.kubernetes.io/component": ["redis"]}),
+        ("multi-node", 6379, {"app.kubernetes.io/component": ["redis"]}),
         ("ray's state elsewhere", 6390, "192.0.2.0/24"),
         ("redis by url", 6391, None),
     ],
@@ -186,7 +186,7 @@ def test_rays_head_reaches_the_redis_that_keeps_its_state(
 
 def test_clients_reach_the_public_endpoints_and_nothing_else(renderer: Renderer) -> None:
     """In a cluster that names its clients, only the endpoints and metrics are open to pods outside the release."""
-    rendered = renderer.render(VALUE_SETS["rdma-mtls"])
+    rendered = renderer.render(VALUE_SETS["ray beside workers"])
     open_to_all = set()
     for pod in pods_of(rendered):
         for rule in _ingress(rendered, pod):

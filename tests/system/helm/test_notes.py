@@ -95,10 +95,10 @@ def test_settings_that_leave_an_install_open_are_warned_of(renderer: Renderer, t
 
 def test_nodes_of_an_external_ray_are_listed_with_their_mounts(renderer: Renderer, tmp_path: Path) -> None:
     values = {
+        **VALUE_SETS["own certificates"].values,
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
         "redis": {"enabled": False},
         "externalRedis": {"urlSecret": {"name": "url"}, "tlsSecret": "redis-tls"},
-        **VALUE_SETS["own certificates"].values,
     }
     notes, _ = _told(renderer, tmp_path, values)
     told = notes[notes.index("Ray's nodes") :]

@@ -283,7 +283,7 @@ def test_no_annotation_tells_a_password_of_redis(url: str, renderer: Renderer) -
 
 
 def test_gpus_rdma_and_pinning_are_asked_for(renderer: Renderer) -> None:
-    pods = {pod.component: pod for pod in pods_of(renderer.render(VALUE_SETS["rdma-mtls"]))}
+    pods = {pod.component: pod for pod in pods_of(renderer.render(VALUE_SETS["ray beside workers"]))}
     for role in ("prefill", "decode"):
         worker = _by_name(pods[role])["worker"]
         assert worker["resources"]["limits"]["nvidia.com/gpu"] == 2

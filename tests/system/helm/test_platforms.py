@@ -149,8 +149,10 @@ def test_ray_has_a_head_of_the_charts_only_where_a_pod_joins_it(renderer: Render
     assert "ray-head" not in embedded.text and "ray-redis-password" not in embedded.text
     assert [*map(_without_secrets, embedded.manifests)] == [*map(_without_secrets, none.manifests)]
     assert "ray-token" in none.named("Secret", "t-baton")["data"]
-    mixed = {pod.component for pod in pods_of(renderer.render(VALUE_SETS["one pool in groups"]))}
-    assert mixed >= {"ray-head", "prefill", "decode", "decode-ranks"}
+    mixed = VALUE_SETS["one pool in groups"]
+    asked = ValueSet(values={**mixed.values, "ray": {"joinWorkers": True}}, apis=mixed.apis)
+    without, having = ({pod.component for pod in pods_of(renderer.render(one))} for one in (mixed, asked))
+    assert having - without == {"ray-head"} and without >= {"prefill", "decode", "decode-ranks"}
 
 
 def _without_secrets(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -181,12 +181,12 @@ def test_a_node_waits_within_the_grace_period(renderer: Renderer) -> None:
 
 def test_nodes_beside_workers_of_one_pod_start_at_once(renderer: Renderer) -> None:
     """Such a worker does without Ray, which may go first."""
-    assert "lifecycle" not in _container(renderer, "one-gpu-node", "decode", "ray")
+    assert "lifecycle" not in _container(renderer, "ray beside workers", "decode", "ray")
 
 
-@pytest.mark.parametrize("values", ["no ray", "no ray, autoscaled"])
-def test_without_ray_nothing_of_it_is_there(values: str, renderer: Renderer) -> None:
-    """No head, no node beside a worker, no port, no secret and no variable of it."""
+@pytest.mark.parametrize("values", ["cpu-demo", "several models", "no ray", "no ray, autoscaled"])
+def test_workers_of_one_pod_bring_nothing_of_ray(values: str, renderer: Renderer) -> None:
+    """No head, no node beside a worker, no port, no secret and no variable of it, in the default mode as in none."""
     rendered = renderer.render(VALUE_SETS[values])
     assert {one.component.split("-")[0] for one in pods_of(rendered)} >= {"router", "prefill", "decode"}
     named = [line for line in rendered.text.splitlines() if re.search(r"\bray\b|\bRAY_|ray-", line)]

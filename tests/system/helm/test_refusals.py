@@ -105,7 +105,7 @@ def test_what_redis_may_hold_is_compared_in_bytes(renderer: Renderer) -> None:
 
 def test_ports_that_share_no_pod_may_be_equal(renderer: Renderer) -> None:
     fit: list[dict[str, Any]] = [
-        {"prefill": {"port": 6382}, "ray": {"joinWorkers": False}},
+        {"prefill": {"port": 6382}},
         {"prefill": {"port": 6382}, "ray": {"mode": "none"}},
         {"prefill": {"port": 50053}, "router": {"httpPort": 6381}},
         {"ray": {"ports": {"nodeManager": 0, "objectManager": 0, "firstWorker": 0}}},

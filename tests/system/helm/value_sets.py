@@ -72,6 +72,7 @@ MORE: dict[str, ValueSet] = {
                 "clientCaSecret": "client-ca",
             },
             "tests": {"tlsSecret": "test-tls"},
+            "ray": {"joinWorkers": True},
         }
     ),
     "a company's issuer": ValueSet(
@@ -160,9 +161,11 @@ MORE: dict[str, ValueSet] = {
     ),
     "doctor first": ValueSet(("cpu-demo.yaml",), values={"doctor": {"enabled": True}}),
     "grpc probes": ValueSet(values={"prefill": {"probe": "grpc"}, "decode": {"probe": "grpc"}}),
+    "ray beside workers": ValueSet(("rdma-mtls.yaml",), values={"ray": {"joinWorkers": True}}, apis=CERTS),
     "ray's state elsewhere": ValueSet(
         values={
             "ray": {
+                "joinWorkers": True,
                 "gcsFaultTolerance": {
                     "address": "redis://ray-redis.example:6390",
                     "peers": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
@@ -179,7 +182,9 @@ MORE: dict[str, ValueSet] = {
             "models": [{"name": "small", "model": {"source": "file:///small"}}],
         }
     ),
-    "ray's state nowhere": ValueSet(values={"ray": {"gcsFaultTolerance": {"enabled": False}}}),
+    "ray's state nowhere": ValueSet(
+        values={"ray": {"joinWorkers": True, "gcsFaultTolerance": {"enabled": False}}}
+    ),
     "prefill to nothing": ValueSet(
         values={
             "autoscaling": {"enabled": True, "scaleToZero": True, "prefill": {"minReplicas": 0}},
@@ -196,6 +201,7 @@ MORE: dict[str, ValueSet] = {
                 "port": 6380,
             },
             "ray": {
+                "joinWorkers": True,
                 "gcsFaultTolerance": {
                     "address": "rediss://ray-redis.example:6391",
                     "passwordSecret": {"name": "redis-password"},
@@ -214,7 +220,6 @@ MORE: dict[str, ValueSet] = {
                 "port": 6380,
             },
             "autoscaling": {"enabled": True},
-            "ray": {"gcsFaultTolerance": {"enabled": False}},
         }
     ),
     "redis by sentinels": ValueSet(
@@ -225,13 +230,12 @@ MORE: dict[str, ValueSet] = {
                 "otherPorts": [26379],
                 "peers": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
             },
-            "ray": {"gcsFaultTolerance": {"enabled": False}},
         }
     ),
     "own secrets": ValueSet(
         values={
             "deploymentSecret": {"name": "mine", "key": "hash-key"},
-            "ray": {"tokenSecret": {"name": "token", "key": "token"}},
+            "ray": {"joinWorkers": True, "tokenSecret": {"name": "token", "key": "token"}},
             "redis": {
                 "passwordSecrets": {
                     "router": {"name": "redis", "key": "router"},
@@ -248,7 +252,7 @@ MORE: dict[str, ValueSet] = {
             "prefill": {"replicas": 0, "pdb": {"enabled": False}, "gpus": 0},
             "decode": {"pdb": {"enabled": False}, "gpus": 0},
             "ray": {
-                "joinWorkers": False,
+                "joinWorkers": True,
                 "gcsFaultTolerance": {"enabled": False},
                 "ports": dict.fromkeys(("nodeManager", "objectManager", "firstWorker", "metrics"), 0),
             },

@@ -42,7 +42,7 @@ def test_install_test_upgrade_rollback_uninstall(server: ApiServer, make_helm: M
     assert "STATUS: deployed" in helm.install(*VALUES)
     assert replicas(server, "StatefulSet", "one-baton-decode") == (2, 2)
     assert replicas(server, "Deployment", ROUTER) == (2, 2)
-    assert len(names(server.objects("Pod", NAMESPACE))) == 7
+    assert len(names(server.objects("Pod", NAMESPACE))) == 6
     before = secret(server)
 
     tested = helm.test()

@@ -12,8 +12,8 @@
 - {name: RAY_NUM_REDIS_GET_RETRIES, value: "150"}
 {{- end -}}
 
-{{- /* Image of Ray's head, and of the Job that deploys to another one: that of decode workers, which an install has anyway and
-       which has Ray where they are its nodes; that of prefill workers where only these need Ray. */ -}}
+{{- /* Image of Ray's head, and of the Job that deploys to another one: that of decode workers, or of prefill workers where only
+       these need Ray, because the others' image may then do without its packages. */ -}}
 {{- define "baton.rayImage" -}}
 {{- $values := .Values -}}
 {{- $role := "decode" -}}
@@ -22,17 +22,26 @@
 {{- include "baton.image" (dict "root" . "role" $role "override" ($values.ray.head.image | default $pool.image) "gpus" $pool.gpus) -}}
 {{- end -}}
 
-{{- /* Whether the chart starts a Ray with a head of its own. Where all pools are LeaderWorkerSets none of their pods could join it. */ -}}
-{{- define "baton.rayRuns" -}}
-{{- $prefill := include "baton.inGroups" (dict "root" . "pool" .Values.prefill) -}}
-{{- $decode := include "baton.inGroups" (dict "root" . "pool" .Values.decode) -}}
-{{- if eq .Values.ray.mode "kuberay" }}true
-{{- else if and (eq .Values.ray.mode "embedded") (or .Values.models (not (and $prefill $decode))) }}true{{ end -}}
+{{- /* Whether a worker's further ranks are pods that Ray brings to it: it spans several, and they are no LeaderWorkerSet, whose groups
+       are Ray clusters of their own. Takes root, pool. */ -}}
+{{- define "baton.spansByRay" -}}
+{{- if and (eq .root.Values.ray.mode "embedded") (gt (int .pool.nodes) 1) (not (include "baton.inGroups" .)) }}true{{ end -}}
 {{- end -}}
 
-{{- /* Whether some pod has Ray's token: in any mode but none, and in a LeaderWorkerSet, whose groups are Rays of their own. */ -}}
+{{- /* Whether the chart starts a Ray with a head of its own: where a worker needs it, or its nodes were asked for beside workers that do
+       without. Where all workers are in LeaderWorkerSets none of their pods could join it. */ -}}
+{{- define "baton.rayRuns" -}}
+{{- $prefill := dict "root" . "pool" .Values.prefill -}}
+{{- $decode := dict "root" . "pool" .Values.decode -}}
+{{- $grouped := and (not .Values.models) (include "baton.inGroups" $prefill) (include "baton.inGroups" $decode) -}}
+{{- if eq .Values.ray.mode "kuberay" }}true
+{{- else if or (include "baton.spansByRay" $prefill) (include "baton.spansByRay" $decode) }}true
+{{- else if and (eq .Values.ray.mode "embedded") .Values.ray.joinWorkers (not $grouped) }}true{{ end -}}
+{{- end -}}
+
+{{- /* Whether some pod has Ray's token: of the chart's Ray, of another one, or of a LeaderWorkerSet, whose groups are Rays of their own. */ -}}
 {{- define "baton.rayTokenIsUsed" -}}
-{{- if ne .Values.ray.mode "none" }}true
+{{- if or (include "baton.rayRuns" .) (eq .Values.ray.mode "external") }}true
 {{- else }}{{ range list .Values.prefill .Values.decode }}{{ include "baton.inGroups" (dict "root" $ "pool" .) }}{{ end }}{{ end -}}
 {{- end -}}
 

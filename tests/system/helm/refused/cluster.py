@@ -132,7 +132,11 @@ REFUSED: Refusals = {
         "turn redis.enabled off",
     ),
     "fault tolerance without Redis": (
-        {"redis": {"enabled": False}, "externalRedis": {"url": "redis://x"}},
+        {
+            "redis": {"enabled": False},
+            "externalRedis": {"url": "redis://x"},
+            "prefill": {"nodes": 2, "tensorParallel": 2},
+        },
         "ray.gcsFaultTolerance has no Redis",
         "set ray.gcsFaultTolerance.address",
     ),

@@ -8,7 +8,7 @@ SPANNING = {"decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2}}
 
 REFUSED: Refusals = {
     "a worker's port is one of Ray's beside it": (
-        {"prefill": {"linkPort": 6382}},
+        {"prefill": {"linkPort": 6382, "nodes": 2, "tensorParallel": 2}},
         "prefill.linkPort and ray.ports.objectManager are both 6382, in one pod",
         "change one",
     ),
