@@ -31,7 +31,7 @@ def test_a_rank_whose_peers_do_not_join_reports_it(rank):
 def listening() -> list[tuple[str, int]]:
     """Where this process listens."""
     found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return [tuple(one) for one in found]
+    return [(str(one[0]), int(one[1])) for one in found]
 
 
 def run_rank(

@@ -96,7 +96,13 @@ def test_the_command_prints_a_table_json_and_values(server: ApiServer, tmp_path:
     equip(server)
     table = run(server, tmp_path)
     assert table.exit_code == 0, table
-    for word in ("gpu-0", "NVIDIA-H100-80GB-HBM3", "KubeRay", "rdma/hca_shared_devices_a", "source: certManager"):
+    for word in (
+        "gpu-0",
+        "NVIDIA-H100-80GB-HBM3",
+        "KubeRay",
+        "rdma/hca_shared_devices_a",
+        "source: certManager",
+    ):
         assert word in table.stdout
     answer = json.loads(run(server, tmp_path, "--json").stdout)
     assert answer["ok"] is True

@@ -1,7 +1,8 @@
 """The chart on pods that are containers of the images that `make images` builds: it is installed, tested, upgraded under
 load, runs out of memory, and is removed.
 
-One release without Ray and one with a head and nodes beside the workers, in this order. `baton doctor` runs as a Job before it is installed and upgraded.
+One release without Ray and one with a head and nodes beside the workers, in this order. `baton doctor` runs as a Job
+before it is installed and upgraded.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def release(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     join = str(mode == "embedded").lower()
-    settings = f"ray.mode={mode},ray.joinWorkers={join},decode.resources.limits.memory=2Gi,doctor.enabled=true"
+    settings = (
+        f"ray.mode={mode},ray.joinWorkers={join},decode.resources.limits.memory=2Gi,doctor.enabled=true"
+    )
     folder = tmp_path_factory.mktemp("cluster")
     flags = ("--set", f"{settings},{images(mode)}")
     with installed(

@@ -49,7 +49,14 @@ def test_helm_test_has_no_key_of_the_router(
         assert _secrets(pod, container) == expected
 
 
-RAY_NODES = ("ray beside workers", "ray's state nowhere", "multi-node", "own certificates", "redis by url", "own secrets")
+RAY_NODES = (
+    "ray beside workers",
+    "ray's state nowhere",
+    "multi-node",
+    "own certificates",
+    "redis by url",
+    "own secrets",
+)
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
@@ -279,7 +286,9 @@ def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path)
             process.wait(timeout=30)
 
 
-@pytest.mark.parametrize("name", ["rdma-mtls", "ray beside workers", "own certificates", "a company's issuer"])
+@pytest.mark.parametrize(
+    "name", ["rdma-mtls", "ray beside workers", "own certificates", "a company's issuer"]
+)
 def test_with_tls_all_pods_that_use_redis_have_its_authority(name: str, renderer: Renderer) -> None:
     rendered, found = renderer.render(VALUE_SETS[name]), set()
     for pod in pods_of(rendered):

@@ -169,7 +169,7 @@ MORE: dict[str, ValueSet] = {
                 "gcsFaultTolerance": {
                     "address": "redis://ray-redis.example:6390",
                     "peers": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
-                }
+                },
             }
         }
     ),
@@ -205,7 +205,7 @@ MORE: dict[str, ValueSet] = {
                 "gcsFaultTolerance": {
                     "address": "rediss://ray-redis.example:6391",
                     "passwordSecret": {"name": "redis-password"},
-                }
+                },
             },
         }
     ),
