@@ -54,3 +54,6 @@ class TenantCache(Generic[V]):
         if not mine:
             del self._tenants[tenant]
         return value
+
+    def check_integrity(self) -> None:
+        assert all(self._tenants.values()) and self._count == sum(map(len, self._tenants.values()))

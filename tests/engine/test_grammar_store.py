@@ -74,6 +74,7 @@ def test_a_tenants_flood_displaces_its_own_grammars(most, most_bytes):
     grammars.get(quiet[0], "quiet")
     for one in flood:
         grammars.get(one, "flood")
+    grammars._cached.check_integrity()
     assert grammars.find(quiet[0], "quiet") is not None and grammars.cached == 3
     assert [grammars.find(one, "flood") is not None for one in flood] == 18 * [False] + 2 * [True]
 

@@ -166,6 +166,7 @@ async def test_a_tenants_flood_displaces_its_own_verdicts(checks, stubbed, monke
         await checks.check("flood", *asked_for(*"abcdef"))
     await checks.check("quiet", *asked_for("own"))
     assert stubbed == [["own"], [*"abcdef"], [*"abc"]] and len(checks._checked) == 4
+    checks._checked.check_integrity()
 
 
 async def test_a_trial_that_no_request_waits_for_is_never_begun(checks, stubbed, monkeypatch):
