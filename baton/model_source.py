@@ -1,22 +1,22 @@
 """A model directory from the Hugging Face Hub: downloaded once, every file's hash checked.
 
 The Hub provides a SHA-256 for every large file and a git hash for every small one; an existing file with the right hash
-is not downloaded again. `manifest_digest` is one hash over all files, to pin a revision's contents.
+is not downloaded again. Files come in parallel, and the first error ends them all; the next attempt resumes what is
+incomplete. `manifest_digest` is one hash over all files, to pin a revision's contents.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import socket
 import stat
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,23 @@ from urllib.parse import quote
 import httpx
 
 from baton import safe_files
+from baton.download_limits import DownloadLimits
+from baton.download_lock import one_at_a_time
+from baton.download_report import DownloadReport, SilentReport
 from cluster.addresses import is_loopback
-from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
+from cluster.errors import ConfigError, ModelError, UnavailableError
 
 # Files that engine and tokenizer read; repositories also hold other formats of the same weights.
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 WEIGHTS = (".safetensors",)
 CHUNK_BYTES = 1 << 20
-SHARED = 0o644  # pods under other users read the same volume
+
 MAX_DESCRIPTION_BYTES = 32 << 20
 MAX_NAME_BYTES = 200  # file systems allow 255, and a partial file has a longer name
 TRIES = 4
 PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
+FILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,16 @@ class HubFile:
     sha256: str  # empty if the Hub provides a git hash
     git_sha1: str
 
-    def matches(self, file: Path) -> bool:
-        """Whether a file has this size and hash. A link never matches, because its target may change."""
+    def matches(self, file: Path, checked: Callable[[int], None]) -> bool:
+        """Whether a file has this size and hash. A link never matches, because its target may change. `checked` gets the
+        number of bytes after each read."""
         if file.is_symlink() or not file.is_file() or file.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if self.sha256 else hashlib.sha1(f"blob {self.size}\0".encode())
         with file.open("rb") as opened:
             while chunk := opened.read(CHUNK_BYTES):
                 digest.update(chunk)
+                checked(len(chunk))
         return digest.hexdigest() == (self.sha256 or self.git_sha1)
 
 
@@ -82,9 +88,17 @@ def manifest_digest(files: list[HubFile]) -> str:
 
 
 class Hub:
-    """Reads one repository until a deadline. Raises ConfigError, UnavailableError, DeadlineError, ModelError."""
+    """Reads one repository, by several threads, as long as it makes progress. Raises ConfigError, UnavailableError,
+    DeadlineError, ModelError."""
 
-    def __init__(self, endpoint: str, repository: Repository, token: str, seconds: float):
+    def __init__(
+        self,
+        endpoint: str,
+        repository: Repository,
+        token: str,
+        limits: DownloadLimits,
+        report: DownloadReport,
+    ):
         self._endpoint = endpoint.rstrip("/")
         url = _parsed(endpoint)
         # A token to this machine does not cross a network.
@@ -94,7 +108,7 @@ class Hub:
                 field="endpoint",
             )
         self._repository = repository
-        self._deadline = time.monotonic() + seconds
+        self._limits, self._report = limits, report
         # Not compressed: few bytes must not expand beyond the announced size.
         headers = {"accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {token}"} if token else {}
@@ -102,28 +116,31 @@ class Hub:
         timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
         self._http = httpx.Client(headers=headers, follow_redirects=True, timeout=timeout)
         # httpx limits the time of single reads only; an occasional byte would prolong the download for ever.
+        self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._hang_up)
-        self._timer.daemon = True
-        self._timer.start()
+        self._watch = threading.Thread(target=self._hang_up_at_the_end, daemon=True)
+        self._watch.start()
 
     def close(self) -> None:
-        self._timer.cancel()
+        self._limits.stop()
         self._http.close()
 
-    def _hang_up(self) -> None:
-        for one in self._sockets:
-            with contextlib.suppress(OSError):  # already closed
-                socket.socket.shutdown(one, socket.SHUT_RDWR)
+    def _hang_up_at_the_end(self) -> None:
+        self._limits.wait_for_end()
+        with self._lock:
+            for one in self._sockets:
+                with contextlib.suppress(OSError):  # already closed
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)
 
     def _get(self, url: str, **headers: str) -> contextlib.AbstractContextManager[httpx.Response]:
         return self._http.stream("GET", url, headers=headers, extensions={"trace": self._connected})
 
     def _connected(self, event: str, info: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
-            self._sockets = [one for one in self._sockets if one.fileno() >= 0]
-            self._sockets.append(info["return_value"].get_extra_info("socket"))
-            self.check_time()  # the timer that would have ended it may have fired
+            with self._lock:
+                self._sockets = [one for one in self._sockets if one.fileno() >= 0]
+                self._sockets.append(info["return_value"].get_extra_info("socket"))
+            self._limits.check()  # the thread that would have ended it may have done so
 
     def list_files(self) -> tuple[str, list[HubFile]]:
         """Return the revision's commit and files."""
@@ -134,6 +151,8 @@ class Hub:
             described = json.loads(raw)
             wanted = [one for one in described["siblings"] if _is_wanted(str(one["rfilename"]))]
             files = [_described(one) for one in wanted]
+            if len({one.path for one in files}) < len(files):
+                raise ValueError("a file is listed twice")
             commit = str(described["sha"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UnavailableError(
@@ -145,30 +164,43 @@ class Hub:
         """Read a description of at most MAX_DESCRIPTION_BYTES."""
         raw = bytearray()
         with self._get(url) as answer:
-            self._checked(answer)
+            self._accept(answer)
             for chunk in answer.iter_raw(CHUNK_BYTES):
                 raw += chunk
-                self.check_time()
+                self._limits.check()
                 if len(raw) > MAX_DESCRIPTION_BYTES:
                     raise UnavailableError(
                         f"{url} sends more than {MAX_DESCRIPTION_BYTES} bytes", field="endpoint"
                     )
         return bytes(raw)
 
-    def download(self, file: HubFile, commit: str, into: Path) -> None:
-        """Download a file, resuming an earlier attempt. Raises ModelError if its hash differs from the Hub's."""
+    def provide(self, file: HubFile, commit: str, into: Path) -> None:
+        """Download a file unless it is there. Raises ModelError if its hash differs from the Hub's."""
+        if not file.matches(into / file.path, self._checked):
+            self._download(file, commit, into)
+        self._limits.progressed()
+        self._report.finish(file.path, file.size)
+
+    def _download(self, file: HubFile, commit: str, into: Path) -> None:
+        """Resumes an earlier attempt."""
         part = into / f".{file.path}.part"
         url = f"{self._endpoint}/{quote(self._repository.name)}/resolve/{quote(commit)}/{quote(file.path)}"
-        self._retry(lambda: self._stream(url, part, file.size))
-        if not file.matches(part):
+        self._retry(lambda: self._stream(url, part, file))
+        if not file.matches(part, self._checked):
             part.unlink(missing_ok=True)
             raise ModelError(
                 f"{file.path} of {self._repository.name} is not what the Hub's hash says", field=file.path
             )
         part.replace(into / file.path)
 
-    def _stream(self, url: str, part: Path, size: int) -> None:
-        """Append the response to the file. Raises ModelError if it exceeds the announced size."""
+    def _checked(self, count: int) -> None:
+        """Bytes of a file that is here were checked."""
+        self._limits.arrived(count)
+        self._limits.check()
+
+    def _stream(self, url: str, part: Path, file: HubFile) -> None:
+        """Append the response to the part. Raises ModelError if it exceeds the announced size."""
+        size = file.size
         if not _may_go_on(part, size):
             part.unlink(missing_ok=True)
         have = part.stat().st_size if part.exists() else 0
@@ -176,10 +208,11 @@ class Hub:
             return
         headers = {"range": f"bytes={have}-"} if have else {}
         with self._get(url, **headers) as answer:
-            self._checked(answer)
+            self._accept(answer)
             goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT
             written = have if goes_on else 0
-            with safe_files.append(part, truncate=not goes_on, mode=SHARED) as out:
+            self._report.begin(file.path, size, written)
+            with safe_files.append(part, truncate=not goes_on, mode=safe_files.SHARED) as out:
                 for chunk in answer.iter_raw(CHUNK_BYTES):
                     written += len(chunk)
                     if written > size:
@@ -189,9 +222,12 @@ class Hub:
                             field="source",
                         )
                     out.write(chunk)
-                    self.check_time()
+                    self._limits.arrived(len(chunk))
+                    self._report.advance(file.path, len(chunk))
+                    self._limits.check()
 
-    def _checked(self, answer: httpx.Response) -> httpx.Response:
+    def _accept(self, answer: httpx.Response) -> None:
+        """Raises ConfigError where the Hub refuses, HTTPError where it fails."""
         if answer.status_code in (401, 403):
             raise ConfigError(f"the Hub refuses {self._repository.name}: set HF_TOKEN", field="HF_TOKEN")
         if answer.status_code == 404:
@@ -199,17 +235,16 @@ class Hub:
                 f"the Hub has no {self._repository.name}@{self._repository.revision}", field="source"
             )
         answer.raise_for_status()
-        return answer
 
     def _retry(self, call: Any) -> Any:
         failed = ""
         for attempt in range(1, TRIES + 1):
-            self.check_time(failed)
+            self._limits.check(failed)
             try:
                 result = call()
             except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
                 failed = f"; {self._endpoint}: {str(error) or type(error).__name__}"
-                self.check_time(failed)
+                self._limits.check(failed)
                 if attempt == TRIES and isinstance(error, httpx.ConnectError):
                     raise UnavailableError(
                         f"{self._endpoint} cannot be reached ({error}): --endpoint names a mirror, HTTPS_PROXY a proxy; "
@@ -218,16 +253,11 @@ class Hub:
                     ) from error
                 if attempt == TRIES:
                     raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
-                time.sleep(PAUSE_SECONDS * attempt)
+                self._limits.pause(PAUSE_SECONDS * attempt)
             else:
-                self.check_time()  # a truncated download may look complete
+                self._limits.check()  # a truncated download may look complete
                 return result
         raise AssertionError("the last attempt returns or raises")
-
-    def check_time(self, failed: str = "") -> None:
-        """Raise DeadlineError after the deadline. `failed`: what failed last, as the end of the sentence."""
-        if time.monotonic() > self._deadline:
-            raise DeadlineError(f"the download takes longer than --seconds allows{failed}", field="seconds")
 
 
 def _parsed(endpoint: str) -> httpx.URL:
@@ -260,23 +290,33 @@ def _may_go_on(part: Path, size: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size <= size and found.st_uid == os.geteuid()
 
 
-@contextlib.contextmanager
-def _alone(directory: Path, hub: Hub) -> Iterator[None]:
-    """Serialise pods that share a volume: the first one downloads, the others find the files complete."""
-    # Opened read-only, because pods of other users lock it as well; non-blocking, because it could be a pipe.
-    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    path = directory / ".lock"
-    with os.fdopen(os.open(path, flags, SHARED), "rb") as lock:
-        if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
-            raise ConfigError(f"--out: {path} is no regular file; remove it", field="out")
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                hub.check_time()
-                time.sleep(PAUSE_SECONDS)
-        yield
+def _provide_all(
+    hub: Hub,
+    limits: DownloadLimits,
+    files: Sequence[HubFile],
+    commit: str,
+    into: Path,
+    done: Callable[[], None],
+) -> None:
+    """FILES_AT_ONCE at a time; the first error, or Ctrl-C, ends the others. `done` is called after each file."""
+
+    def provide(file: HubFile) -> None:
+        try:
+            limits.check()
+            hub.provide(file, commit, into)
+        except BaseException as error:
+            limits.stop(error)
+            raise
+        done()
+
+    with futures.ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        try:
+            futures.wait([pool.submit(provide, file) for file in files], return_when=futures.FIRST_EXCEPTION)
+            if limits.failure is not None:
+                raise limits.failure
+        finally:
+            limits.stop()
+            pool.shutdown(cancel_futures=True)
 
 
 def _check_out(into: Path) -> None:
@@ -292,14 +332,23 @@ def _check_out(into: Path) -> None:
 
 
 def fetch(
-    source: str, into: Path, *, endpoint: str, seconds: float, sha256: str = "", weights: bool = True
+    source: str,
+    into: Path,
+    *,
+    endpoint: str,
+    seconds: float,
+    sha256: str = "",
+    weights: bool = True,
+    report: DownloadReport | None = None,
 ) -> list[HubFile]:
-    """Makes `into` hold the repository's files; returns all that the repository has for us.
+    """Make `into` hold the repository's files; return all that the repository has for us.
 
-    `sha256` must be their `manifest_digest`, if it is given. The token is HF_TOKEN of the environment.
+    `seconds` is the longest time without progress. `sha256` must be their `manifest_digest`, if it is given. The token
+    is HF_TOKEN of the environment. Raises what Hub raises, and OSError where the disk is full.
     """
     _check_out(into)
-    hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), seconds)
+    limits, report = DownloadLimits(seconds), report or SilentReport()
+    hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), limits, report)
     try:
         commit, files = hub.list_files()
         if sha256 and manifest_digest(files) != sha256:
@@ -307,10 +356,10 @@ def fetch(
                 f"{source} is {manifest_digest(files)}, not the {sha256} that was asked for", field="sha256"
             )
         into.mkdir(parents=True, exist_ok=True)
-        with _alone(into, hub):
-            for file in files:
-                if (weights or not file.path.endswith(WEIGHTS)) and not file.matches(into / file.path):
-                    hub.download(file, commit, into)
+        wanted = [one for one in files if weights or not one.path.endswith(WEIGHTS)]
+        report.expect(len(wanted), sum(one.size for one in wanted))
+        with one_at_a_time(into, limits) as show_progress:
+            _provide_all(hub, limits, wanted, commit, into, show_progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

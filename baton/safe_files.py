@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PRIVATE = 0o600
+SHARED = 0o644  # pods under other users read the same volume
 
 
 def beside(path: Path) -> Path:

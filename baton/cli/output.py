@@ -10,3 +10,8 @@ console = Console(highlight=False, markup=False, emoji=False)
 
 def say(line: str) -> None:
     console.print(line, soft_wrap=True)
+
+
+def progress_console() -> Console:
+    """For what shows that work goes on: not part of a command's output, so on stderr."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)

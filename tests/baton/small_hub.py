@@ -20,9 +20,15 @@ COMMIT = "c" * 40
 
 
 class SmallHub(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.promised = dict(FILES)
         self.files = dict(FILES)  # what is sent, whatever is promised
+        self.held: dict[
+            str, threading.Event
+        ] = {}  # names of files whose first MiB is sent, and the rest on the event
         self.break_after: int | None = None
         self.token = ""
         self.asked: list[str] = []
@@ -46,7 +52,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif self.path.startswith("/api/models/org/name/revision/main"):
             self._answer(
                 200,
-                json.dumps({"sha": COMMIT, "siblings": [_sibling(*one) for one in FILES.items()]}).encode(),
+                json.dumps(
+                    {"sha": COMMIT, "siblings": [_sibling(*one) for one in self.server.promised.items()]}
+                ).encode(),
             )
         elif self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
             self._send_file(self.path.rpartition(f"{COMMIT}/")[2])
@@ -63,6 +71,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-encoding", encoding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
+        if name in self.server.held:
+            self.wfile.write(body[: 1 << 20])
+            self.server.held[name].wait(20)
+            body = body[1 << 20 :]
         self.wfile.write(body if cut is None else body[:cut])
         if cut is not None:
             self.close_connection = True

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from baton.download_limits import DownloadLimits
 from baton.model_source import HubFile, Repository, fetch, manifest_digest
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
 from tests.baton.small_hub import FILES, SmallHub, running_hub
@@ -108,9 +109,13 @@ def test_a_failure_that_lasts_until_the_deadline_is_named(
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr("baton.model_source.time", clock)
-    with pytest.raises(DeadlineError, match=r"--seconds allows; http://127\.0\.0\.1:1: .*refused"):
+    monkeypatch.setattr("baton.download_limits.time", clock)
+
+    def pause(_: DownloadLimits, seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(DownloadLimits, "pause", pause)
+    with pytest.raises(DeadlineError, match=r"allows \(0\.5 s\); http://127\.0\.0\.1:1: .*refused"):
         fetch("hf://a/b", tmp_path / "m", endpoint="http://127.0.0.1:1", seconds=0.5)
 
 

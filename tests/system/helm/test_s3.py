@@ -51,6 +51,23 @@ def test_every_pod_that_copies_has_the_account_with_the_clouds_identity(renderer
         assert pod.spec["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("source", ["s3://weights/large", "hf://org/large@main"])
+def test_a_download_is_over_before_probes_begin_and_has_no_limit_in_all(
+    renderer: Renderer, source: str
+) -> None:
+    """Kubernetes asks a pod's probes after its init containers, unless those restart always."""
+    rendered = renderer.render(ValueSet(values={"model": {"source": source, "loadSeconds": 77}}))
+    probed = [pod for pod in pods_of(rendered) if pod.component in ("prefill", "decode")]
+    assert len(probed) == 2
+    for pod in probed:
+        (fetch,) = pod.spec["initContainers"]
+        assert "restartPolicy" not in fetch and "startupProbe" in pod.spec["containers"][0]
+        limits = [
+            one for one in fetch["args"] if one.startswith(("--seconds", "--timeout", "--max-duration"))
+        ]
+        assert limits == (["--seconds=77"] if source.startswith("hf") else ["--timeout=60s"])
+
+
 def copy(container: dict[str, Any], rclone: str, place: Path) -> subprocess.CompletedProcess[str]:
     """Runs the container's command with `place` as its file system."""
     words = [*container["command"], *container["args"], "--low-level-retries=1", "--retries=1"]

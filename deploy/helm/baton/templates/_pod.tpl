@@ -123,6 +123,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [baton, fetch, {{ .root.Values.model.source | quote }}, --out, {{ include "baton.modelPath" .root }}, --endpoint, {{ $hub.endpoint | quote }}]
   args:
+    {{- /* Without progress: bytes may come for any time, and start-up probes begin after them. */}}
     - --seconds={{ .root.Values.model.loadSeconds }}
     {{- if .without }}
     - --without-weights
@@ -172,7 +173,8 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
     - --stats-one-line
     - --stats=10s
     - --stats-log-level=NOTICE
-    - --max-duration={{ .root.Values.model.loadSeconds }}s
+    {{- /* Of silence, after which it tries again. A limit of the whole copy would begin large files anew at each restart. */}}
+    - --timeout=60s
     - --config=/tmp/rclone.conf
   env:
     - {name: HOME, value: /tmp}

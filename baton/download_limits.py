@@ -1,0 +1,70 @@
+"""When a download ends before its time: after too long without progress, or because another file's failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from cluster.errors import DeadlineError, UnavailableError
+
+# Less than this is no progress: an occasional byte must not prolong a download for ever.
+PROGRESS_BYTES = 1 << 20
+
+
+class DownloadLimits:
+    """Shared by the threads of a download. It has no limit in all: a large model takes as long as its bytes do."""
+
+    def __init__(self, seconds: float):
+        """`seconds`: the longest time without PROGRESS_BYTES more, read or checked."""
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._since_progress = 0
+        self._last_progress = time.monotonic()
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error that stopped it."""
+        return self._failure
+
+    @property
+    def left(self) -> float:
+        """Seconds until it ends without progress; negative after that."""
+        return self._last_progress + self._seconds - time.monotonic()
+
+    def arrived(self, count: int) -> None:
+        """Count bytes that were read or checked."""
+        with self._lock:
+            self._since_progress += count
+            if self._since_progress >= PROGRESS_BYTES:
+                self._since_progress, self._last_progress = 0, time.monotonic()
+
+    def progressed(self) -> None:
+        """Count as progress what has no bytes: a file is complete, another process gets on."""
+        self.arrived(PROGRESS_BYTES)
+
+    def stop(self, failure: BaseException | None = None) -> None:
+        """End every thread at its next look."""
+        with self._lock:
+            self._failure = self._failure or failure
+        self._stopped.set()
+
+    def check(self, failed: str = "") -> None:
+        """Raise DeadlineError after the limit, UnavailableError if stopped. `failed`: what failed last, as the end of the
+        sentence."""
+        if self._stopped.is_set():
+            raise UnavailableError("the download was stopped", field="source")
+        if self.left < 0:
+            raise DeadlineError(
+                f"no progress for longer than --seconds allows ({self._seconds:g} s){failed}", field="seconds"
+            )
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not beyond a stop."""
+        self._stopped.wait(seconds)
+
+    def wait_for_end(self) -> None:
+        """Return when it was stopped or has made no progress for too long."""
+        while (left := self.left) > 0 and not self._stopped.wait(min(left, threading.TIMEOUT_MAX)):
+            pass

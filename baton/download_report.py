@@ -1,0 +1,143 @@
+"""What a download shows to people: bars on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+LINE_SECONDS = 10.0
+
+
+class DownloadReport(Protocol):
+    """Called by several threads, for a file by one of them at a time. Sizes are bytes."""
+
+    def expect(self, files: int, size: int) -> None:
+        """What there will be in all, files included that are here already."""
+
+    def begin(self, path: str, size: int, have: int) -> None:
+        """A file's bytes come from `have` on; called again where it begins anew."""
+
+    def advance(self, path: str, count: int) -> None: ...
+
+    def finish(self, path: str, size: int) -> None:
+        """The file is here and checked."""
+
+
+class SilentReport:
+    def expect(self, files: int, size: int) -> None: ...
+    def begin(self, path: str, size: int, have: int) -> None: ...
+    def advance(self, path: str, count: int) -> None: ...
+    def finish(self, path: str, size: int) -> None: ...
+
+
+@contextlib.contextmanager
+def report_on(console: Console) -> Iterator[DownloadReport]:
+    """Bars where the console is a terminal that can redraw them, else lines."""
+    if not console.is_interactive:
+        yield LineReport(lambda line: console.print(line, soft_wrap=True))
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),  # a file's name is no markup
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+    ) as bars:
+        yield BarReport(bars)
+
+
+@dataclass
+class _File:
+    size: int
+    have: int
+    is_complete: bool = False
+
+
+class LineReport:
+    """A line at most every LINE_SECONDS while bytes come:
+    `3 of 12 files, 4.2 of 15.0 GiB, 112.0 MiB/s; model-00004.safetensors 41 %`."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self._write, self._clock = write, clock
+        self._lock = threading.Lock()
+        self._expected_files = self._expected_bytes = 0
+        self._files: dict[str, _File] = {}
+        self._received = 0  # since the last line
+        self._last_line = clock()
+
+    def expect(self, files: int, size: int) -> None:
+        self._expected_files, self._expected_bytes = files, size
+
+    def begin(self, path: str, size: int, have: int) -> None:
+        with self._lock:
+            self._files[path] = _File(size, have)
+
+    def advance(self, path: str, count: int) -> None:
+        with self._lock:
+            self._files[path].have += count
+            self._received += count
+            self._write_if_due()
+
+    def finish(self, path: str, size: int) -> None:
+        with self._lock:
+            self._files[path] = _File(size, size, is_complete=True)
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        passed = self._clock() - self._last_line
+        if passed >= LINE_SECONDS:
+            self._write(self._line(passed))
+            self._received, self._last_line = 0, self._clock()
+
+    def _line(self, passed: float) -> str:
+        complete = sum(one.is_complete for one in self._files.values())
+        have = sum(one.have for one in self._files.values())
+        parts = [
+            f"{complete} of {self._expected_files} files",
+            f"{have / (1 << 30):.1f} of {self._expected_bytes / (1 << 30):.1f} GiB",
+            f"{self._received / passed / (1 << 20):.1f} MiB/s",
+        ]
+        active = [(path, one) for path, one in self._files.items() if not one.is_complete]
+        shares = ", ".join(f"{path} {100 * one.have // max(1, one.size)} %" for path, one in active)
+        return ", ".join(parts) + (f"; {shares}" if shares else "")
+
+
+class BarReport:
+    """A bar for all files, and one for each that is under way."""
+
+    def __init__(self, bars: Progress):
+        self._bars = bars
+        self._all = bars.add_task("", total=None)
+        self._files: dict[str, TaskID] = {}
+
+    def expect(self, files: int, size: int) -> None:
+        self._bars.update(self._all, description=f"{files} file{'s' * (files != 1)}", total=size)
+
+    def begin(self, path: str, size: int, have: int) -> None:
+        before = self._remove(path)
+        self._files[path] = self._bars.add_task(path, total=size, completed=have)
+        self._bars.advance(self._all, have - before)
+
+    def advance(self, path: str, count: int) -> None:
+        self._bars.advance(self._files[path], count)
+        self._bars.advance(self._all, count)
+
+    def finish(self, path: str, size: int) -> None:
+        self._bars.advance(self._all, size - self._remove(path))
+
+    def _remove(self, path: str) -> int:
+        """Remove a file's bar; return the bytes that it showed."""
+        task = self._files.pop(path, None)
+        if task is None:
+            return 0
+        shown = next(one.completed for one in self._bars.tasks if one.id == task)
+        self._bars.remove_task(task)
+        return int(shown)

@@ -1,0 +1,143 @@
+"""Files of a model come in parallel: what they share are limits, the first error, and the lock of their directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton import model_source
+from baton.download_limits import PROGRESS_BYTES, DownloadLimits
+from baton.download_lock import one_at_a_time
+from baton.model_source import fetch
+from cluster.errors import DeadlineError, ModelError
+from tests.baton.small_hub import FILES, SmallHub, running_hub
+from tests.harness.waiting import wait_for
+
+LARGE = "model.safetensors"
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    with running_hub() as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # connections that clients cut
+        yield server
+        for held in server.held.values():
+            held.set()
+
+
+def test_several_files_are_under_way_at_once(hub: SmallHub, tmp_path: Path) -> None:
+    content = FILES[LARGE]
+    names = [f"{index}.safetensors" for index in range(model_source.FILES_AT_ONCE + 2)]
+    hub.promised = hub.files = dict.fromkeys(names, content)
+    hub.held = {name: threading.Event() for name in names}
+    with futures.ThreadPoolExecutor(1) as pool:
+        done = pool.submit(fetch, "hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+        wait_for(lambda: len(hub.asked) == model_source.FILES_AT_ONCE, 10, "as many as are allowed")
+        for held in hub.held.values():
+            held.set()
+        done.result(30)
+    assert all((tmp_path / name).read_bytes() == content for name in names)
+
+
+def _part(folder: Path) -> int:
+    part = folder / f".{LARGE}.part"
+    return part.stat().st_size if part.exists() else 0
+
+
+def _resumes(hub: SmallHub, folder: Path) -> None:
+    """The next attempt asks for the rest only."""
+    hub.files, hub.held = dict(FILES), {}
+    hub.asked.clear()
+    fetch("hf://org/name", folder, endpoint=hub.url, seconds=30)
+    assert f"{LARGE}@{1 << 20}" in hub.asked and f"{LARGE}@0" not in hub.asked
+    assert (folder / LARGE).read_bytes() == FILES[LARGE]
+
+
+def test_the_first_error_ends_the_other_files_and_keeps_their_parts(hub: SmallHub, tmp_path: Path) -> None:
+    fails = hub.held["config.json"] = threading.Event()
+    released = hub.held[LARGE] = threading.Event()
+    hub.promised["config.json"] = hub.files["config.json"] = bytes(1 << 20) + b"{}"
+    hub.files["config.json"] = bytes(1 << 20) + b"[]"
+    with futures.ThreadPoolExecutor(1) as pool:
+        done = pool.submit(fetch, "hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+        wait_for(lambda: _part(tmp_path) == 1 << 20, 10, "the large file is under way")
+        fails.set()
+        with pytest.raises(ModelError, match=r"config\.json of org/name"):
+            done.result(10)
+    assert not released.is_set()
+    hub.promised = dict(FILES)
+    _resumes(hub, tmp_path)
+
+
+def test_an_interrupt_keeps_what_has_come(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.held[LARGE] = threading.Event()
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        wait_for(lambda: _part(tmp_path) == 1 << 20, 10, "the large file is under way")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("baton.model_source.futures.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    monkeypatch.undo()
+    _resumes(hub, tmp_path)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(now=0.0)
+    now.monotonic = lambda: now.now
+    monkeypatch.setattr("baton.download_limits.time", now)
+    return now
+
+
+def test_a_download_takes_any_time_as_long_as_bytes_come(clock: SimpleNamespace) -> None:
+    limits = DownloadLimits(10.0)
+    for _ in range(1_000):
+        clock.now += 9.0
+        limits.arrived(PROGRESS_BYTES)
+        limits.check()
+    for _ in range(11):
+        clock.now += 1.0
+        limits.arrived(1)  # a byte now and then is no progress
+    with pytest.raises(DeadlineError, match=r"--seconds allows \(10 s\)"):
+        limits.check()
+
+
+def test_a_pod_waits_for_another_as_long_as_that_one_gets_on(
+    clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, pauses = tmp_path / ".x.part", []
+    part.touch()
+
+    def pause(_: DownloadLimits, seconds: float) -> None:
+        pauses.append(seconds)
+        clock.now += 9.0
+        if len(pauses) < 100:
+            part.write_bytes(bytes(len(pauses)))
+
+    monkeypatch.setattr(DownloadLimits, "pause", pause)
+    with (tmp_path / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineError), one_at_a_time(tmp_path, DownloadLimits(10.0)):
+            pass
+    assert 100 <= len(pauses) <= 103
+
+
+def test_progress_without_bytes_is_seen_by_pods_that_wait(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with one_at_a_time(tmp_path, DownloadLimits(10.0)) as show_progress:
+        lock_time = 1_000_000_000
+        os.utime(lock, ns=(lock_time, lock_time))
+        show_progress()
+        assert lock.stat().st_mtime_ns > lock_time
