@@ -23,7 +23,14 @@ def doctor(
         Path | None, typer.Option(help="Default: kubectl's, or the pod's service account.")
     ] = None,
     context: Annotated[str, typer.Option(help="Context of the kubeconfig.")] = "",
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Target namespace.")] = "default",
+    namespace: Annotated[
+        str,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Target namespace. Default: that of the context, inside a pod the pod's.",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
     redis_url: Annotated[
@@ -59,12 +66,13 @@ def doctor(
     """
     from baton.doctor import report
     from baton.doctor.checks import judge
-    from baton.doctor.reading import Reader, connect
+    from baton.doctor.reading import Reader, connect, default_namespace
     from baton.doctor.values import values_for
 
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     with connect(kubeconfig, context) as api:
+        namespace = namespace or default_namespace(kubeconfig, context)
         facts = Reader(api, namespace, timeout).read(permissions=not without_permissions)
     checks, values = judge(facts), values_for(facts)
     checks += _external(redis_url, redis_namespace, redis_component, ray_address)

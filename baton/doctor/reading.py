@@ -19,6 +19,7 @@ T = TypeVar("T")
 _FAILURES = (client.ApiException, urllib3.exceptions.HTTPError, OSError)
 # What the library raises at an answer that has not the form of its kind: a page of a proxy, for example
 _MALFORMED = (ValueError, TypeError, AttributeError, KeyError)
+POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 
 
@@ -36,11 +37,28 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
         yield api
 
 
+def default_namespace(kubeconfig: Path | None, context: str) -> str:
+    """Return the namespace in which kubectl and helm would install: the context's, or the pod's in which it runs."""
+    try:
+        if kubeconfig is None and not context and not _has_default_file():
+            return POD_NAMESPACE.read_text().strip() or "default"
+        file = str(kubeconfig) if kubeconfig is not None else None
+        contexts, active = kubernetes_config.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
+        chosen = next((one for one in contexts if one["name"] == context), active)
+        return str(chosen["context"].get("namespace") or "default")
+    except (kubernetes_config.ConfigException, OSError, *_MALFORMED):
+        return "default"
+
+
+def _has_default_file() -> bool:
+    return any(Path(one).expanduser().exists() for one in default_files())
+
+
 def _where(kubeconfig: Path | None) -> str:
     if kubeconfig is not None:
         return f"--kubeconfig {kubeconfig} cannot be used"
     files = " or ".join(default_files())
-    if any(Path(one).expanduser().exists() for one in default_files()):
+    if _has_default_file():
         return f"{files} cannot be used"
     return f"there is no {files}, and this is no pod of one"
 

@@ -310,10 +310,31 @@ def test_an_empty_variable_is_as_none_for_the_kubeconfig(monkeypatch):
     assert default_files() == ["~/.kube/config"]
 
 
-def test_checks_of_a_start_do_without_torch():
-    """Its import alone may take the two seconds that such a sentence may take."""
-    command = "import sys, baton.cli.main, baton.local.preflight; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command], check=False, timeout=60).returncode == 0
+ROOT = Path(__file__).resolve().parents[2]
+MISTAKES_IN_A_PROCESS = """
+import sys
+from baton.cli.entry import main
+for flags in (["--http-port", "66000"], ["--max-model-len", "10000000"], ["nowhere"]):
+    sys.argv[1:] = ["up", *(["demo/model"] if len(flags) > 1 else []), *flags]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 1, ended.code
+    else:
+        raise AssertionError(flags)
+print(len(sys.modules), *{"torch", "ray", "nixl", "numba", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_mistakes_are_found_without_slow_imports():
+    """Two seconds are what such a sentence may take, and torch alone takes as long. Counted, because seconds depend on the
+    machine: 904 modules when this was written."""
+    words = [sys.executable, "-c", MISTAKES_IN_A_PROCESS]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--http-port" in done.stderr and "nowhere: no such directory" in done.stderr, done.stderr
+    modules, *slow = done.stdout.split()
+    assert (slow, int(modules) < 1_500) == ([], True), done.stdout
 
 
 def test_what_a_started_cluster_says(model, tmp_path):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from baton.cli.main import app
 from baton.doctor.checks import judge
 from baton.doctor.facts import Facts, Node, Permission, Taint
-from baton.doctor.reading import Reader, connect
+from baton.doctor.reading import Reader, connect, default_namespace
 from baton.doctor.values import values_for
 from cluster.errors import ConfigError, UnavailableError
 from tests.baton.doctor.clusters import H100, LARGE, crd, equip
@@ -121,6 +121,26 @@ def test_the_command_prints_a_table_json_and_values(server: ApiServer, tmp_path:
 def run(server: ApiServer, tmp_path: Path, *flags: str) -> Result:
     config = str(server.kubeconfig(tmp_path / "kubeconfig"))
     return CliRunner().invoke(app, ["doctor", "--kubeconfig", config, *flags], env={"COLUMNS": "160"})
+
+
+def test_the_namespace_is_the_one_that_helm_would_install_in(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = server.kubeconfig(tmp_path / "kubeconfig")
+    assert default_namespace(file, "") == "default"
+    config = yaml.safe_load(file.read_text())
+    other = {"name": "other", "context": {**config["contexts"][0]["context"], "namespace": "elsewhere"}}
+    config["contexts"][0]["context"]["namespace"] = "serving"
+    file.write_text(yaml.safe_dump({**config, "contexts": [*config["contexts"], other]}))
+    assert (default_namespace(file, ""), default_namespace(file, "other")) == ("serving", "elsewhere")
+    server.access.deny("create", "statefulsets", "apps")
+    said = CliRunner().invoke(app, ["doctor", "--kubeconfig", str(file), "--json"]).stdout
+    (permissions,) = [one for one in json.loads(said)["checks"] if one["name"] == "permissions"]
+    assert permissions["found"].endswith(" in serving")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    (tmp_path / "namespace").write_text("the-pods\n")
+    monkeypatch.setattr("baton.doctor.reading.POD_NAMESPACE", tmp_path / "namespace")
+    assert default_namespace(None, "") == "the-pods"
 
 
 def test_rights_are_not_checked_without_a_redis(tmp_path: Path) -> None:
