@@ -28,10 +28,10 @@ def test_a_rank_whose_peers_do_not_join_reports_it(rank):
         )
 
 
-def listening() -> list[tuple[str, int]]:
-    """Where this process listens."""
+def listening() -> list[Any]:
+    """Host and port of each socket with which this process listens."""
     found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return [(str(one[0]), int(one[1])) for one in found]
+    return [tuple(one) for one in found]
 
 
 def run_rank(
