@@ -187,7 +187,7 @@ print("whole")
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_kernels_use_no_memory_that_is_freed(dtype):
     """Every allocation is a mapping of its own here: memory that was freed can't be read without a fault."""
     script = EACH_KERNEL.format(dtype=dtype)

@@ -38,7 +38,9 @@ def draw_with(sampler: Sampler, logits: Tensor, settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
-@pytest.mark.parametrize("width", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize(
+    "width", [1.0, *(pytest.param(other, marks=pytest.mark.long) for other in (0.01, 8.0))]
+)
 def test_no_draw_takes_more(kind, width, monkeypatch):
     """Whatever the logits are: those of the largest step are noise."""
     if kind == "device":

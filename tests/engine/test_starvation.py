@@ -26,7 +26,7 @@ def test_no_hand_off_waits_for_ever_beside_others_of_its_size_and_prompts(seed: 
     World(seed, "prompts", one_size=True).run()
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3])
+@pytest.mark.parametrize("budget", [1, *(pytest.param(more, marks=pytest.mark.long) for more in (2, 3))])
 @settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_sequence_waits_for_ever_with_the_smallest_budgets(budget: int, seed: int) -> None:
