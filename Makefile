@@ -34,7 +34,7 @@ test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, 
 unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to start, a few minutes in all
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
-test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
+test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, all kernels, Ray dying, NIXL itself
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 15 -n $(LONG_PROCESSES) --dist loadfile $(MORE)
 
 check: $(STAMP)  ## Lint, types, import contracts, generated files
@@ -58,22 +58,16 @@ SYSTEM_TESTS = $(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-r
 SYSTEM_FILES = wheel adapters embeddings first_process messages openai prompt_logprobs redis_tls redis_topologies several_models
 SYSTEM_SHARED = tests/engine/kernels tests/engine/test_warm_up.py $(SYSTEM_FILES:%=tests/system/test_%.py) \
 	tests/system/ui tests/system/images tests/system/helm
-# Then one process runs the others, which watch recoveries and loads. Releases of the chart have the machine alone; beside the
-# rest kernels are compiled in the time that it leaves idle. The file of tests/system beside the kernels brings its rule on skips.
-SYSTEM_ALONE = tests/system/helm_life --ignore tests/system/helm_life/test_leader_worker_set.py
-SYSTEM_KERNELS = tests/engine/kernels/test_compiled.py tests/system/test_left_out.py
-SYSTEM_LEFT = $(filter tests/system/%,$(SYSTEM_KERNELS) $(SYSTEM_SHARED)) tests/system/containers tests/system/helm_life
+# Then one process runs the others, which watch recoveries and loads.
+SYSTEM_LEFT = $(filter tests/system/%,$(SYSTEM_SHARED)) tests/system/containers \
+	tests/system/helm_life/test_leader_worker_set.py
 # Every part runs whatever the others say. A second try (MORE) may have nothing to do in one: pytest's code 5.
 SYSTEM_CODE = { code=$$?; [ $$code = $(if $(MORE),5,none) ] || result=$$code; }
-test-system: $(STAMP)  ## Tests that need Debian or npm packages, all kernels; a skip fails, what the machine forbids is named at the end
-	@result=0; mkdir -p out; \
-	$(SYSTEM_TESTS) -n 2 --dist loadfile --no-loadscope-reorder $(SYSTEM_SHARED) $(SYSTEM_KERNELS:%=--ignore %) $(MORE) || $(SYSTEM_CODE); \
-	$(SYSTEM_TESTS) $(SYSTEM_ALONE) $(MORE) || $(SYSTEM_CODE); \
-	chrt --idle 0 $(SYSTEM_TESTS) -o cache_dir=.pytest_cache/kernels $(SYSTEM_KERNELS) $(MORE) > out/kernels.txt 2>&1 & \
-	trap 'kill $$! 2>/dev/null' EXIT INT TERM; \
+test-system: $(STAMP)  ## Tests that need Debian or npm packages; a skip fails, what the machine forbids is named at the end
+	@result=0; \
+	$(SYSTEM_TESTS) -n 2 --dist loadfile --no-loadscope-reorder $(SYSTEM_SHARED) $(MORE) || $(SYSTEM_CODE); \
 	$(SYSTEM_TESTS) tests/system $(SYSTEM_LEFT:%=--ignore %) $(MORE) || $(SYSTEM_CODE); \
-	wait $$! || $(SYSTEM_CODE); \
-	cat out/kernels.txt; exit $$result
+	exit $$result
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 

@@ -218,6 +218,7 @@ def test_taking_the_blocks_of_a_long_prompt_is_linear_in_their_number(at_once: i
     assert told == list(range(BLOCKS - at_once, -1, -at_once))
 
 
+@pytest.mark.long
 def test_many_tails_of_one_long_prefix_cost_no_walk_to_the_root_each() -> None:
     told: list[tuple[int, int]] = []
     pool = BlockPool(BLOCKS + 500, lambda chain, held: told.append((len(chain), held)))

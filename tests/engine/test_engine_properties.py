@@ -248,7 +248,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(operations, min_size=10, max_size=60),
     blocks=st.integers(16, 28),

@@ -237,7 +237,7 @@ def test_products_with_codes_compile(code, group):
     check_codes(90, code, group, (16,))
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [89, 90])  # the least and the most shared memory
 @pytest.mark.parametrize("code", [FP8, BYTES, NIBBLES])
@@ -257,19 +257,15 @@ def test_int8_products_compile():
     check_int8(90, "bf16", (16, 2048))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "kind", "dim", "group", "cap", "sinks", "int8"),
     [
-        pytest.param(90, "bf16", 128, 4, 0.0, False, False, marks=pytest.mark.long),
-        pytest.param(80, "fp32", 64, 4, 0.0, False, False, marks=pytest.mark.long),
-        *(
-            pytest.param(90, *variant, marks=pytest.mark.system)
-            for variant in (
-                ("bf16", 64, 8, 0.0, True, False),
-                ("bf16", 256, 2, 50.0, False, False),
-                ("bf16", 128, 4, 0.0, False, True),
-            )
-        ),
+        (90, "bf16", 128, 4, 0.0, False, False),
+        (80, "fp32", 64, 4, 0.0, False, False),
+        (90, "bf16", 64, 8, 0.0, True, False),
+        (90, "bf16", 256, 2, 50.0, False, False),
+        (90, "bf16", 128, 4, 0.0, False, True),
     ],
 )
 def test_attention_compiles(capability, kind, dim, group, cap, sinks, int8):
@@ -291,7 +287,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("capability", "kind", "group", "dims"),
