@@ -136,7 +136,8 @@ class Hub:
         return self._http.stream("GET", url, headers=headers, extensions={"trace": self._connected})
 
     def _connected(self, event: str, info: dict[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
+        # TLS takes over the descriptor of the socket that was connected.
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             with self._lock:
                 self._sockets = [one for one in self._sockets if one.fileno() >= 0]
                 self._sockets.append(info["return_value"].get_extra_info("socket"))
@@ -165,7 +166,7 @@ class Hub:
         raw = bytearray()
         with self._get(url) as answer:
             self._accept(answer)
-            for chunk in answer.iter_raw(CHUNK_BYTES):
+            for chunk in answer.iter_raw():
                 raw += chunk
                 self._limits.check()
                 if len(raw) > MAX_DESCRIPTION_BYTES:
@@ -213,7 +214,7 @@ class Hub:
             written = have if goes_on else 0
             self._report.begin(file.path, size, written)
             with safe_files.append(part, truncate=not goes_on, mode=safe_files.SHARED) as out:
-                for chunk in answer.iter_raw(CHUNK_BYTES):
+                for chunk in answer.iter_raw():  # as they come: a slow peer fills no larger one in time
                     written += len(chunk)
                     if written > size:
                         part.unlink(missing_ok=True)

@@ -31,6 +31,8 @@ def maker_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGrou
     plain = _plain_linear(config, team)
     if not formats.is_int8(model.quantization, ""):
         return plain
+    if not int8.has_kernels(team):
+        torch.set_num_threads(config.threads)  # its products are torch's
     return int8.maker(team, group, plain, triton=config.attention_backend == "triton")
 
 

@@ -190,7 +190,11 @@ class ShortHttpServer:
                 log.debug("the port of probes and metrics does not accept: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._begin(accepted)
+            try:
+                self._begin(accepted)
+            except OSError as error:  # the system has no room for one more descriptor to wait for
+                log.debug("a connection to the port of probes and metrics was not begun: %s", error)
+                accepted.close()
             if not accepts % ACCEPTS_PER_TURN:
                 pause = PAUSE_PER_SECOND * (time.thread_time() - spent)
                 await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))

@@ -2,7 +2,7 @@
 
 Weights are stored as for engine/ops/cpu_products and widened to fp32 in registers: a word has two inputs of one output,
 the lower of which becomes fp32 by a shift, the upper one by a mask. Rows of x are widened once, in memory. A tile has up
-to 6 rows and half a panel, whose sums are 12 of AVX2's 16 registers, or up to 3 rows and a whole panel, so that memory
+to 6 rows and half a panel, whose sums are 12 of AVX2's 16 registers, or up to 2 rows and a whole panel, so that memory
 is read as one stream in decode. Each sum adds its inputs in their order, so a row's numbers do not depend on the rows
 beside it.
 """

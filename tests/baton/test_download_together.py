@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
+import ssl
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 from baton import model_source
 from baton.download_limits import PROGRESS_BYTES, DownloadLimits
 from baton.download_lock import one_at_a_time
+from baton.local.certs import make_certs
 from baton.model_source import fetch
 from cluster.errors import DeadlineError, ModelError
 from tests.baton.small_hub import FILES, SmallHub, running_hub
@@ -99,6 +103,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now.monotonic = lambda: now.now
     monkeypatch.setattr("baton.download_limits.time", now)
     return now
+
+
+def test_a_silent_hub_is_hung_up_over_https_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS takes the descriptor of the connected socket over; reads would last 60 s."""
+    make_certs(tmp_path / "certs", [], 2)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certs" / "ca.pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "certs" / "router.pem", tmp_path / "certs" / "router.key")
+    held: list[ssl.SSLSocket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_nothing() -> None:
+            while True:
+                try:
+                    held.append(context.wrap_socket(listener.accept()[0], server_side=True))
+                except OSError:
+                    return
+
+        threading.Thread(target=answer_nothing, daemon=True).start()
+        began = time.monotonic()
+        endpoint = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DeadlineError):
+            fetch("hf://org/name", tmp_path / "model", endpoint=endpoint, seconds=0.5)
+        assert held and time.monotonic() - began < 20
+        listener.shutdown(socket.SHUT_RDWR)
+    for one in held:
+        one.close()
 
 
 def test_a_download_takes_any_time_as_long_as_bytes_come(clock: SimpleNamespace) -> None:

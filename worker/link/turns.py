@@ -92,7 +92,9 @@ class Dispatching:
     def _turn(self) -> None:
         self._scheduled = False
         self._left = ENTRIES_A_TURN
-        while self._waiting and self._left > 0:
-            self._dispatch(self._waiting.pop())
-        if self._waiting:
-            self._schedule()
+        try:
+            while self._waiting and self._left > 0:
+                self._dispatch(self._waiting.pop())
+        finally:  # an error of one link is not the others'
+            if self._waiting:
+                self._schedule()

@@ -223,6 +223,8 @@ class RankListener:
                     connection.close()
                 missing = sorted(set(ranks) - set(connections))
                 raise SetupError(f"ranks {missing} did not connect within {START_SECONDS:.0f} s") from None
+            if rank in connections:  # its limit ran out as its handshake ended: it has tried again
+                connections[rank].close()
             connections[rank] = connection
         return connections
 

@@ -131,3 +131,20 @@ async def test_a_connection_that_closes_before_its_turn_takes_none() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert begun == list(range(HANDSHAKES_A_TURN, 2 * HANDSHAKES_A_TURN))
+
+
+class Broken(Waiting):
+    def dispatch(self, entries: int) -> tuple[int, bool]:
+        raise ZeroDivisionError
+
+
+async def test_an_error_of_one_link_leaves_the_others_their_turns() -> None:
+    dispatching = Dispatching()
+    busy, last = Waiting("a", 2 * ENTRIES_A_TURN), Waiting("c", 3)
+    dispatching.push(busy)
+    dispatching.push(Broken("b", 1))
+    dispatching.push(last)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # that of a turn
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert last.left == 0 and busy.left == 0
