@@ -94,14 +94,14 @@ class CountedRoundRobin(RoundRobin[T]):
     def pop_newest_of_most(self) -> T:
         """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
         KeyError where none waits."""
-        return self._pop_of_most(deque.pop)
+        return self._pop_of_most(next(reversed(self._by_count[self._most])), deque.pop)
 
     def pop_oldest_of_most(self) -> T:
-        """As `pop_newest_of_most`, of that owner's the oldest."""
-        return self._pop_of_most(deque.popleft)
+        """Remove the oldest item of the owner with the most; of several, of the one whose number has been the same for
+        longest, so that a newcomer is not the first to go. Raises KeyError where none waits."""
+        return self._pop_of_most(next(iter(self._by_count[self._most])), deque.popleft)
 
-    def _pop_of_most(self, take: Callable[[deque[T]], T]) -> T:
-        owner = next(reversed(self._by_count[self._most]))
+    def _pop_of_most(self, owner: str, take: Callable[[deque[T]], T]) -> T:
         queue = self._waiting[owner]
         item = take(queue)
         if not queue:

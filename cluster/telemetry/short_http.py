@@ -197,8 +197,8 @@ class ShortHttpServer:
                 accepted.close()
             if not accepts % ACCEPTS_PER_TURN:
                 pause = PAUSE_PER_SECOND * (time.thread_time() - spent)
+                spent = time.thread_time()  # what connections compute meanwhile counts in the next pause
                 await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
-                spent = time.thread_time()
 
     def _begin(self, accepted: socket.socket) -> None:
         connection = Exchange(self.loop, accepted, self._respond, self._open.discard)

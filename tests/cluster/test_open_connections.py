@@ -25,3 +25,11 @@ def test_one_that_is_closed_counts_no_longer() -> None:
     shared.discard(2)
     shared.discard(3)
     assert not shared and shared.most == 0
+
+
+def test_of_addresses_with_as_many_the_one_that_came_first_goes() -> None:
+    connections: OpenConnections[str] = OpenConnections(3)
+    for address in "abc":
+        assert connections.add(f"{address}1", address) is None
+    assert connections.add("d1", "d") == "a1"
+    assert connections.add("e1", "e") == "b1"
