@@ -13,7 +13,7 @@ from tests.end_to_end.handover import NEW, PROCESS, pid_of
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.schemas import schema_of, validate
 
-WORDS = {"type": "array", "items": {"enum": ["alpha", "beta", 1, None]}, "minItems": 90, "maxItems": 90}
+WORDS = {"type": "array", "items": {"enum": ["alpha", "beta", 1, None]}, "minItems": 150, "maxItems": 150}
 
 
 def answers(cluster: Any, schemas: list[dict[str, Any]]) -> list[tuple[int, ...]]:
