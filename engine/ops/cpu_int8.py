@@ -34,11 +34,16 @@ from engine.ops.cpu_llvm import (
     compiled_exactly,
     counted,
     declare,
+    each_count,
+    in_rows,
     keep,
     load,
     prefetch,
+    repeated,
+    row_addresses,
     spread,
     store_lanes,
+    streamed,
 )
 from engine.ops.cpu_tiles import (
     INT8,
@@ -60,7 +65,6 @@ _ROWS_BYTES = 384 << 10  # as in engine/ops/cpu_products
 _TILED_ROWS_BYTES = 1 << 20  # CPUs with AMX have second-level caches of 2 MiB
 _SLICE_STEPS = 16  # of AMX, 64 inputs each: a panel's part of them, 32 KiB, stays in the first-level cache
 _SUMS_BYTES = TILE_ROWS * PANEL * 4
-_AHEAD_BYTES = 4096
 _QUAD_BYTES = PANEL * 4
 _COLUMN_BYTES = 3 * PANEL * 4  # of a panel: starts, scales, biases
 _I16 = ir.IntType(16)
@@ -158,13 +162,8 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
         if not supported():  # compiled on every CPU, called only with it
             return context.get_dummy_value()
         _, rows, x, x_stride, weights, quads, beside, scales, out, out_stride, columns = args
-        done = builder.append_basic_block("tile_done")
         width = builder.trunc(columns, I32)
-        choice = builder.switch(rows, done)
-        for count in range(1, MAX_ROWS + 1):
-            form = builder.append_basic_block("tile")
-            choice.add_case(ir.Constant(I64, count), form)
-            builder.position_at_end(form)
+        for count in each_count(builder, rows, MAX_ROWS):
             parts = _beside(builder, beside)
             sums = _accumulate(builder, count, x, x_stride, weights, quads, [part[0] for part in parts])
             to = out
@@ -172,8 +171,6 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
                 factor = spread(builder, load(builder, F32, after(builder, scales, 4 * row), 4))
                 _store(builder, own, factor, parts, signature.args[0], to, width)
                 to = builder.add(to, out_stride)
-            builder.branch(done)
-        builder.position_at_end(done)
         return context.get_dummy_value()
 
     return types.void(kind, *([types.int64] * 10)), codegen
@@ -182,32 +179,21 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
 def _accumulate(builder, count, x, x_stride, weights, quads, starts):
     """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, _WORDS, _WORDS, _WORDS)
-    sources = [x]
-    for _ in range(count - 1):
-        sources.append(builder.add(sources[-1], x_stride))
-    entry, loop, done = builder.block, builder.append_basic_block("quad"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    quad = builder.phi(I64)
-    quad.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [[builder.phi(_WORDS) for _ in (0, 1)] for _ in range(count)]
-    at = builder.add(weights, builder.mul(quad, ir.Constant(I64, _QUAD_BYTES)))
-    both = [load(builder, _WORDS, after(builder, at, 64 * half), 4) for half in (0, 1)]
-    for half in (0, 1):
-        prefetch(builder, after(builder, at, _AHEAD_BYTES + 64 * half))
-    offset = builder.mul(quad, ir.Constant(I64, 4))
-    for source, own in zip(sources, sums, strict=True):
-        four = spread(builder, load(builder, I32, after(builder, source, offset), 4))
-        for half in (0, 1):
-            total = builder.call(product, [own[half], four, both[half]])
-            own[half].add_incoming(starts[half], entry)
-            own[half].add_incoming(total, loop)
-            own[half] = total
-    following = builder.add(quad, ir.Constant(I64, 1))
-    quad.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, quads), loop, done)
-    builder.position_at_end(done)
-    return sums
+    sources = row_addresses(builder, x, x_stride, count)
+
+    def add(quad, sums):
+        at = builder.add(weights, builder.mul(quad, ir.Constant(I64, _QUAD_BYTES)))
+        both = streamed(builder, _WORDS, at, (0, 1))
+        offset = builder.mul(quad, ir.Constant(I64, 4))
+        totals = []
+        for source, own in zip(sources, in_rows(sums, 2), strict=True):
+            four = spread(builder, load(builder, I32, after(builder, source, offset), 4))
+            totals += [
+                builder.call(product, [total, four, half]) for total, half in zip(own, both, strict=True)
+            ]
+        return totals
+
+    return in_rows(repeated(builder, quads, [*starts] * count, add), 2)
 
 
 # --- the product by AMX -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ OUTDATED_SECONDS = 86_400.0
 _NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # names that `_cached` gives now, or gave in earlier versions
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+STREAM_AHEAD_BYTES = 4096  # of a stream of weights: hardware prefetchers stop at the end of a page
 
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -189,6 +190,62 @@ def counted(builder, begin, end):
     number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
     builder.branch(head)
     builder.position_at_end(done)
+
+
+def repeated(builder, count, starts, body):
+    """body(index, values) → the next values, count ≥ 1 times, from `starts` on; returns the last ones."""
+    entry, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), entry)
+    values = []
+    for start in starts:
+        values.append(builder.phi(start.type))
+        values[-1].add_incoming(start, entry)
+    results = body(index, values)
+    for value, result in zip(values, results, strict=True):
+        value.add_incoming(result, loop)
+    following = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    return results
+
+
+def each_count(builder, count, most):
+    """Yield 1 … `most`; what is built for each is run where the value `count` equals it."""
+    done = builder.append_basic_block("counts_done")
+    choice = builder.switch(count, done)
+    for number in range(1, most + 1):
+        own = builder.append_basic_block("count")
+        choice.add_case(ir.Constant(I64, number), own)
+        builder.position_at_end(own)
+        yield number
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def row_addresses(builder, first, stride, count):
+    """Addresses of `count` rows, `stride` bytes apart."""
+    rows = [first]
+    for _ in range(count - 1):
+        rows.append(builder.add(rows[-1], stride))
+    return rows
+
+
+def in_rows(values, width):
+    """Lists of `width` values each."""
+    return [values[at : at + width] for at in range(0, len(values), width)]
+
+
+def streamed(builder, kind, address, parts):
+    """Load vectors of 64 bytes, those of numbers `parts` from `address` on, and prefetch the same ones
+    STREAM_AHEAD_BYTES later."""
+    vectors = [load(builder, kind, after(builder, address, 64 * part), 4) for part in parts]
+    for part in parts:
+        prefetch(builder, after(builder, address, STREAM_AHEAD_BYTES + 64 * part))
+    return vectors
 
 
 def load(builder, kind, address, align):

@@ -21,15 +21,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.process import huge_pages
-from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
+from engine.ops.cpu_llvm import (
+    F32,
+    I32,
+    I64,
+    after,
+    compiled,
+    declare,
+    each_count,
+    in_rows,
+    load,
+    repeated,
+    row_addresses,
+    spread,
+    streamed,
+)
 
 PANEL = 32
 MAX_ROWS = 12
 # Rows that are computed together, beside a panel in a cache of 1 MiB; measured from 128 to 768 KiB. Without a limit long
 # rows are read from the third level for each panel, a tenth slower.
 _ROWS_BYTES = 384 << 10
-_AHEAD_BYTES = 4096  # of the stream of weights: hardware prefetchers stop at the end of a page
-_PAIR_BYTES = PANEL * 2 * 2
+PAIR_BYTES = PANEL * 2 * 2
 SUMS = ir.VectorType(F32, 16)
 
 
@@ -89,34 +102,23 @@ WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     """The loop of a tile: count × 32 sums, two vectors a row, from `starts` on. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, WEIGHTS, WEIGHTS)
-    sources = [x]
-    for _ in range(count - 1):
-        sources.append(builder.add(sources[-1], x_stride))
-    entry, loop, done = builder.block, builder.append_basic_block("pair"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    pair = builder.phi(I64)
-    pair.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [[builder.phi(SUMS) for _ in (0, 1)] for _ in range(count)]
-    at = builder.add(weights, builder.mul(pair, ir.Constant(I64, _PAIR_BYTES)))
-    halves = [load(builder, WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
-    for half in (0, 1):
-        prefetch(builder, after(builder, at, _AHEAD_BYTES + 64 * half))
-    offset = builder.mul(pair, ir.Constant(I64, 4))
-    for source, own, start in zip(sources, sums, starts, strict=True):
-        both = builder.bitcast(
-            spread(builder, load(builder, I32, after(builder, source, offset), 2)), WEIGHTS
-        )
-        for half in (0, 1):
-            total = builder.call(product, [own[half], both, halves[half]])
-            own[half].add_incoming(start[half], entry)
-            own[half].add_incoming(total, loop)
-            own[half] = total
-    following = builder.add(pair, ir.Constant(I64, 1))
-    pair.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
-    builder.position_at_end(done)
-    return sums
+    sources = row_addresses(builder, x, x_stride, count)
+
+    def add(pair, sums):
+        at = builder.add(weights, builder.mul(pair, ir.Constant(I64, PAIR_BYTES)))
+        halves = streamed(builder, WEIGHTS, at, (0, 1))
+        offset = builder.mul(pair, ir.Constant(I64, 4))
+        totals = []
+        for source, own in zip(sources, in_rows(sums, 2), strict=True):
+            both = builder.bitcast(
+                spread(builder, load(builder, I32, after(builder, source, offset), 2)), WEIGHTS
+            )
+            totals += [
+                builder.call(product, [total, both, half]) for total, half in zip(own, halves, strict=True)
+            ]
+        return totals
+
+    return in_rows(repeated(builder, pairs, [one for start in starts for one in start], add), 2)
 
 
 @intrinsic
@@ -128,17 +130,10 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         if not has_instruction():  # compiled on every CPU, called only with it
             return context.get_dummy_value()
         rows, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
-        done = builder.append_basic_block("tile_done")
-        choice = builder.switch(rows, done)
-        for count in range(1, MAX_ROWS + 1):
-            form = builder.append_basic_block("tile")
-            choice.add_case(ir.Constant(I64, count), form)
-            builder.position_at_end(form)
+        for count in each_count(builder, rows, MAX_ROWS):
             starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
             sums = accumulate(builder, count, x, x_stride, weights, pairs, [starts] * count)
             _store_rows(builder, sums, out, out_stride, columns)
-            builder.branch(done)
-        builder.position_at_end(done)
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 9)), codegen

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import after, compiled, floats, keep, load, words
+from engine.ops.cpu_llvm import after, compiled, floats, keep, load, row_addresses, words
 from engine.ops.cpu_products import MAX_ROWS, PANEL, SUMS, accumulate, has_instruction
 from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
 from engine.ops.cpu_tiles import (
@@ -65,9 +65,7 @@ def _mix(typing, weights, stride, panel, pairs, sums, sums_stride):
         if not has_instruction():
             return context.get_dummy_value()
         weights, stride, panel, pairs, sums, sums_stride = args
-        places = [sums]
-        for _ in range(ROWS - 1):
-            places.append(builder.add(places[-1], sums_stride))
+        places = row_addresses(builder, sums, sums_stride, ROWS)
         starts = [[load(builder, SUMS, after(builder, at, 64 * half), 4) for half in (0, 1)] for at in places]
         found = accumulate(builder, ROWS, weights, stride, panel, pairs, starts)
         for at, own in zip(places, found, strict=True):

@@ -11,34 +11,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import F32, I32, I64, after, declare, load, spread
+from engine.ops.cpu_llvm import F32, I32, I64, after, declare, load, repeated, spread
 from engine.ops.cpu_products import SUMS, WEIGHTS, has_instruction
 
 HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
 LOWEST = np.float32(-1e20)  # base of a row that has seen no key: hidden ones have weight 0 beside it
 _POWERS = (0.05517167, 0.24261112, 0.69326097, 0.99992806)
 _EXACT_POWERS = (0.00133952, 0.00967017, 0.05550327, 0.24022098, 0.69314718, 1.0)  # few of them are computed
-
-
-def _loop(builder, count, starts, body):
-    """body(index, values) → the next values, count ≥ 1 times; returns the last ones."""
-    entry, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(I64)
-    index.add_incoming(ir.Constant(I64, 0), entry)
-    values = []
-    for start in starts:
-        values.append(builder.phi(start.type))
-        values[-1].add_incoming(start, entry)
-    results = body(index, values)
-    for value, result in zip(values, results, strict=True):
-        value.add_incoming(result, loop)
-    following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    return results
 
 
 def _larger(builder, one, other):
@@ -61,7 +40,7 @@ def most(typing, scores, chunks):
             ]
 
         start = ir.Constant(SUMS, [float(HIDDEN)] * 16)
-        one, two = _loop(builder, chunks, [start, start], body)
+        one, two = repeated(builder, chunks, [start, start], body)
         most, lanes = _larger(builder, one, two), 8
         while lanes:
             kind = ir.VectorType(I32, lanes)
@@ -113,7 +92,7 @@ def bases(typing, largest, vectors, scale, tops, fades):
             mask = builder.zext(builder.bitcast(grows, ir.IntType(16)), I64)
             return [builder.or_(values[0], mask)]
 
-        return _loop(builder, vectors, [ir.Constant(I64, 0)], body)[0]
+        return repeated(builder, vectors, [ir.Constant(I64, 0)], body)[0]
 
     return types.int64(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
 
@@ -134,7 +113,7 @@ def fade_row(typing, row, chunks, fade):
                 builder.store(product, builder.inttoptr(place, SUMS.as_pointer()), align=4)
             return values
 
-        _loop(builder, chunks, [], body)
+        repeated(builder, chunks, [], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), codegen
@@ -167,7 +146,7 @@ def powers(typing, scores, chunks, scale, top, out, fade, sums):
             return [builder.fadd(value, power) for value, power in zip(values, found, strict=True)]
 
         before = builder.fmul(load(builder, SUMS, sums, 4), spread(builder, fade))
-        one, two = _loop(builder, chunks, [before, ir.Constant(SUMS, [0.0] * 16)], body)
+        one, two = repeated(builder, chunks, [before, ir.Constant(SUMS, [0.0] * 16)], body)
         builder.store(builder.fadd(one, two), builder.inttoptr(sums, SUMS.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -196,7 +175,7 @@ def divide(typing, mixed, chunks, sums, out):
             _store_rounded(builder, found, builder.add(out, builder.mul(index, ir.Constant(I64, 64))))
             return values
 
-        _loop(builder, chunks, [], body)
+        repeated(builder, chunks, [], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
