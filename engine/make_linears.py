@@ -24,36 +24,38 @@ from engine.quant import formats, int8
 
 def maker_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGroup) -> MakeLinear:
     """Return what makes each of the model's linear layers; `config` has no "auto" left."""
-    if config.quantization == "int8":
-        if int8.has_kernels(team):
-            torch.set_num_threads(1)  # torch's operations need no second thread
-        return int8.maker(team, group, triton=config.attention_backend == "triton")
+    quantized, stored = config.quantization == "int8", formats.is_int8(model.quantization, "")
+    if (quantized or _team_of_panels(config, team)) and (int8.has_kernels(team) or not (quantized or stored)):
+        torch.set_num_threads(1)  # all products are our own: torch's operations need no second thread
+    triton = config.attention_backend == "triton"
+    if quantized:
+        return int8.maker(team, group, triton=triton)
     plain = _plain_linear(config, team)
-    if not formats.is_int8(model.quantization, ""):
-        return plain
-    if not int8.has_kernels(team):
-        torch.set_num_threads(config.threads)  # its products are torch's
-    return int8.maker(team, group, plain, triton=config.attention_backend == "triton")
+    return int8.maker(team, group, plain, triton=triton) if stored else plain
+
+
+def _team_of_panels(config: EngineConfig, team: Team) -> KernelTeam | None:
+    """The team, if it multiplies plain weights by our own product on a CPU."""
+    fits = config.dtype == "bfloat16" and config.attention_backend != "triton"
+    return team if fits and isinstance(team, KernelTeam) else None
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """The kind of linear layer for plain weights: our own product on a CPU in bf16, and then torch's operations need no
-    second thread; on CUDA our own for single rows if Triton works, which attention by `triton` shows."""
-    if config.dtype != "bfloat16":
-        return _torch_linear
-    if config.attention_backend == "triton":
+    """The kind of linear layer for plain weights: our own product on a CPU in bf16; on CUDA our own for single rows if
+    Triton works, which attention by `triton` shows."""
+    if config.dtype == "bfloat16" and config.attention_backend == "triton":
         return _cuda_linear
-    if not isinstance(team, KernelTeam):
+    panels = _team_of_panels(config, team)
+    if panels is None:
         return _torch_linear
     from engine.ops import cpu_products
 
-    torch.set_num_threads(1)
     area = cpu_products.Area()
 
     def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
         assert isinstance(weight, Tensor), "only plain weights come here"
         fits = weight.shape[1] % 2 == 0
-        return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
+        return PanelLinear(weight, bias, panels, area) if fits else TorchLinear(weight, bias)
 
     return make
 
