@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -15,26 +14,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 LINE_SECONDS = 10.0
 
 
-class DownloadReport(Protocol):
-    """Called by several threads, for a file by one of them at a time. Sizes are bytes."""
+class DownloadReport:
+    """Shows nothing. Called by several threads, for a file by one of them at a time. Sizes are bytes."""
 
     def expect(self, files: int, size: int) -> None:
         """What there will be in all, files included that are here already."""
 
     def begin(self, path: str, size: int, have: int) -> None:
-        """A file's bytes come from `have` on; called again where it begins anew."""
+        """A file's download starts, with the first `have` bytes there already. Called again if it is restarted."""
 
     def advance(self, path: str, count: int) -> None: ...
 
     def finish(self, path: str, size: int) -> None:
         """The file is here and checked."""
-
-
-class SilentReport:
-    def expect(self, files: int, size: int) -> None: ...
-    def begin(self, path: str, size: int, have: int) -> None: ...
-    def advance(self, path: str, count: int) -> None: ...
-    def finish(self, path: str, size: int) -> None: ...
 
 
 @contextlib.contextmanager
@@ -61,7 +53,7 @@ class _File:
     is_complete: bool = False
 
 
-class LineReport:
+class LineReport(DownloadReport):
     """A line at most every LINE_SECONDS while bytes come:
     `3 of 12 files, 4.2 of 15.0 GiB, 112.0 MiB/s; model-00004.safetensors 41 %`."""
 
@@ -110,7 +102,7 @@ class LineReport:
         return ", ".join(parts) + (f"; {shares}" if shares else "")
 
 
-class BarReport:
+class BarReport(DownloadReport):
     """A bar for all files, and one for each that is under way."""
 
     def __init__(self, bars: Progress):

@@ -27,7 +27,7 @@ import httpx
 from baton import safe_files
 from baton.download_limits import DownloadLimits
 from baton.download_lock import one_at_a_time
-from baton.download_report import DownloadReport, SilentReport
+from baton.download_report import DownloadReport
 from cluster.addresses import is_loopback
 from cluster.errors import ConfigError, ModelError, UnavailableError
 
@@ -348,7 +348,7 @@ def fetch(
     is HF_TOKEN of the environment. Raises what Hub raises, and OSError where the disk is full.
     """
     _check_out(into)
-    limits, report = DownloadLimits(seconds), report or SilentReport()
+    limits, report = DownloadLimits(seconds), report or DownloadReport()
     hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), limits, report)
     try:
         commit, files = hub.list_files()

@@ -14,7 +14,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def _download(report: DownloadReport) -> None:
-    """One file is here, one is complete, one was begun by an earlier attempt, one begins anew."""
+    """One file is here, one is complete, one continues an earlier attempt, one is restarted."""
     report.expect(4, 4 * GIB)
     report.finish("config.json", GIB)
     report.begin("a.safetensors", GIB, 0)
