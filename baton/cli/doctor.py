@@ -24,12 +24,7 @@ def doctor(
     ] = None,
     context: Annotated[str, typer.Option(help="Context of the kubeconfig.")] = "",
     namespace: Annotated[
-        str,
-        typer.Option(
-            "--namespace",
-            "-n",
-            help="Target namespace. Default: that of the context, inside a pod the pod's.",
-        ),
+        str, typer.Option("--namespace", "-n", help="Default: the context's or pod's.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
@@ -44,12 +39,10 @@ def doctor(
         typer.Option(help="With --redis-url: check that its user has the rights of this component."),
     ] = None,
     redis_namespace: Annotated[
-        str,
-        typer.Option(help="With --redis-url: the prefix of the keys, the chart's is NAMESPACE-RELEASE."),
+        str, typer.Option(help="With --redis-url: the prefix of the keys, the chart's is NAMESPACE-RELEASE.")
     ] = "baton",
     ray_address: Annotated[
-        str,
-        typer.Option(help="host:port of an existing Ray's head (its GCS): checks that it responds."),
+        str, typer.Option(help="host:port of an existing Ray's head (its GCS): checks that it responds.")
     ] = "",
     without_permissions: Annotated[
         bool,
@@ -72,16 +65,15 @@ def doctor(
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     with connect(kubeconfig, context) as api:
-        namespace = namespace or default_namespace(kubeconfig, context)
-        facts = Reader(api, namespace, timeout).read(permissions=not without_permissions)
+        reader = Reader(api, namespace or default_namespace(kubeconfig, context), timeout)
+        facts = reader.read(permissions=not without_permissions)
     checks, values = judge(facts), values_for(facts)
     checks += _external(redis_url, redis_namespace, redis_component, ray_address)
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:
-        console.file.write(
-            orjson.dumps(report.as_json(facts, checks, values), option=orjson.OPT_INDENT_2).decode() + "\n"
-        )
+        found = report.as_json(facts, checks, values)
+        console.file.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         console.print(report.render(facts, checks, values))
     if any(check.grade == "missing" for check in checks):
