@@ -118,6 +118,7 @@ class Hub:
         # httpx limits the time of single reads only; an occasional byte would prolong the download for ever.
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
+        self._has_ended = False
         self._watch = threading.Thread(target=self._hang_up_at_the_end, daemon=True)
         self._watch.start()
 
@@ -128,9 +129,9 @@ class Hub:
     def _hang_up_at_the_end(self) -> None:
         self._limits.wait_for_end()
         with self._lock:
+            self._has_ended = True
             for one in self._sockets:
-                with contextlib.suppress(OSError):  # already closed
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)
+                _shut_down(one)
 
     def _get(self, url: str, **headers: str) -> contextlib.AbstractContextManager[httpx.Response]:
         return self._http.stream("GET", url, headers=headers, extensions={"trace": self._connected})
@@ -141,7 +142,8 @@ class Hub:
             with self._lock:
                 self._sockets = [one for one in self._sockets if one.fileno() >= 0]
                 self._sockets.append(info["return_value"].get_extra_info("socket"))
-            self._limits.check()  # the thread that would have ended it may have done so
+                if self._has_ended:  # its request fails; an error from here would leave it open
+                    _shut_down(self._sockets[-1])
 
     def list_files(self) -> tuple[str, list[HubFile]]:
         """Return the revision's commit and files."""
@@ -166,7 +168,7 @@ class Hub:
         raw = bytearray()
         with self._get(url) as answer:
             self._accept(answer)
-            for chunk in answer.iter_raw():
+            for chunk in answer.iter_raw(CHUNK_BYTES):
                 raw += chunk
                 self._limits.check()
                 if len(raw) > MAX_DESCRIPTION_BYTES:
@@ -214,7 +216,7 @@ class Hub:
             written = have if goes_on else 0
             self._report.begin(file.path, size, written)
             with safe_files.append(part, truncate=not goes_on, mode=safe_files.SHARED) as out:
-                for chunk in answer.iter_raw():  # as they come: a slow peer fills no larger one in time
+                for chunk in answer.iter_raw(CHUNK_BYTES):
                     written += len(chunk)
                     if written > size:
                         part.unlink(missing_ok=True)
@@ -259,6 +261,11 @@ class Hub:
                 self._limits.check()  # a truncated download may look complete
                 return result
         raise AssertionError("the last attempt returns or raises")
+
+
+def _shut_down(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # already closed
+        socket.socket.shutdown(one, socket.SHUT_RDWR)
 
 
 def _parsed(endpoint: str) -> httpx.URL:

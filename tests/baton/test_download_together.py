@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import socket
 import ssl
@@ -19,9 +20,10 @@ import pytest
 from baton import model_source
 from baton.download_limits import PROGRESS_BYTES, DownloadLimits
 from baton.download_lock import one_at_a_time
+from baton.download_report import DownloadReport
 from baton.local.certs import make_certs
-from baton.model_source import fetch
-from cluster.errors import DeadlineError, ModelError
+from baton.model_source import Hub, Repository, fetch
+from cluster.errors import DeadlineError, ModelError, UnavailableError
 from tests.baton.small_hub import FILES, SmallHub, running_hub
 from tests.harness.waiting import wait_for
 
@@ -103,6 +105,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now.monotonic = lambda: now.now
     monkeypatch.setattr("baton.download_limits.time", now)
     return now
+
+
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_a_connection_that_comes_after_the_end_is_closed(
+    hub: SmallHub, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, connected = DownloadLimits(30), Hub._connected
+
+    def after_the_end(self: Hub, event: str, info: dict[str, Any]) -> None:
+        if event.endswith("connect_tcp.complete"):
+            limits.stop()
+            self._watch.join()
+        connected(self, event, info)
+
+    monkeypatch.setattr(Hub, "_connected", after_the_end)
+    reader = Hub(hub.url, Repository.parse("hf://org/name"), "", limits, DownloadReport())
+    with pytest.raises(UnavailableError, match="stopped"):
+        reader.list_files()
+    reader.close()
+    del reader
+    gc.collect()
+    assert not [one for one in recwarn if issubclass(one.category, ResourceWarning)]
 
 
 def test_a_silent_hub_is_hung_up_over_https_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
