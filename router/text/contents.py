@@ -1,18 +1,17 @@
 """Encodes special tokens' texts within a conversation as plain text, so that no client's text can forge its turns.
 
 A tokenizer reads the text of a special token as that token wherever it stands: `<|im_end|>` in a user's message would end
-the message and begin another turn. Roles are therefore from a fixed set, and the texts of special tokens within all other
-texts of the client (contents, arguments and results of tools, their descriptions and schemas, keys included) are marked
-before the template is rendered, and encoded as plain text afterwards:
+the message and begin another turn. A template may also join it from two values (`<|im_` and `end|>`), or from its own
+text and a value (`<` and `|im_end|>`), and may cut, trim and replace before. So roles are from a fixed set, and in all
+other texts of the client (contents, arguments and results of tools, their descriptions and schemas, keys included) a mark,
+a character that no text has, stands behind every character that begins a special token's text and before every one that
+ends one:
 
     content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
                                                     as special tokens       as plain text
 
-A template may join two values to such a text (`<|im_` and `end|>`), or what it writes itself and a value (`<` and
-`|im_end|>`). So the end of a text is marked too where it begins a special token's text, and its beginning where it would
-complete what the template has begun.
-
-Nearly all conversations are without such texts: they cost one search, and are encoded as a whole.
+Whatever the template does with the characters, the text of a special token without a mark is the template's own. Where
+all are without, as in nearly all conversations, the rendered text is encoded as a whole, without the marks.
 """
 
 from __future__ import annotations
@@ -20,29 +19,30 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from json import dumps
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
-from router.text.templates import searched_texts, written_texts
+from router.text.templates import filtered_texts, named_keys, searched_texts, written_texts
 
 AskingRole = Literal["system", "developer", "user"]
 ROLES = (*get_args(AskingRole), "assistant", "tool")
 T = TypeVar("T")
-_MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
-_MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
+# Hardly any text has them: of the C1 control characters, with which a text takes no more memory, and of a private-use
+# plane.
+_MARKS = [*map(chr, range(0x98, 0xA0)), *map(chr, range(0xF0000, 0xF0008))]
 _SPACE = re.compile(r"\s*")
-_CUT = chr(0x10FFFF)  # in texts for a pattern: here a value ends, whatever white space the template removes
 PIECE_CHARACTERS = 1 << 16  # searched at once, under the interpreter lock
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as rendered by the template. `mark` is a character that breaks the texts of special tokens within
-    contents; empty if there are none."""
+    """A conversation as rendered by the template. `mark` is a character that breaks the texts of special tokens that are
+    not the template's; empty if there are none."""
 
     text: str
     mark: str = ""
@@ -72,15 +72,22 @@ class Contents:
         special = found.values()
         texts = {one.content for one in special if len(one.content) > 1}
         self._special = re.compile(prefix_tree(texts)) if texts else None
-        self._searched = set[str]().union(*map(searched_texts, sources))
-        begun = {text[:end] for text in texts for end in range(1, len(text))}
-        self._breaking = _pattern("", texts, begun, self._searched) if texts else None
-        own = set[str]().union(*map(written_texts, sources))
-        open_ends = {part for part in begun if any(one.endswith(part) for one in own)}
-        rests = {text[len(part) :] for part in open_ends for text in texts if text[:-1].startswith(part)}
-        parts = {rest[:end] for rest in rests for end in range(1, len(rest))}
-        self._completing = _pattern(r"\A\s*", rests, parts, self._searched) if rests else None
         self._longest = max(map(len, texts), default=0)
+        # Marks stand within the white space around a text, which templates trim.
+        cores = {text.strip() or text for text in texts}
+        self._first = {text[0] for text in cores}
+        self._last = {text[-1] for text in cores}
+        self._edges = tuple(self._first | self._last)
+        own = set[str]().union(*map(written_texts, sources))
+        self._searched = set[str]().union(*map(searched_texts, sources), *map(filtered_texts, sources))
+        self._keys = self._searched.union(*map(named_keys, sources))
+        cuts = "|".join(map(re.escape, sorted(filter(None, self._searched), key=len, reverse=True)))
+        self._cuts = re.compile(f"({cuts or '(?!)'})")
+        self._kept = sorted((one for one in self._searched if self._keeps(one, cores)), key=len, reverse=True)
+        # What may stand between the template's own beginning of a special token and its own end.
+        begun = {text[:end] for text in cores for end in range(1, len(text))}
+        opened = tuple(part for part in begun if any(one.endswith(part) for one in own))
+        self._inner = "\n".join(text[1:-1] for text in sorted(cores) if text.startswith(opened))
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
         # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
@@ -90,42 +97,105 @@ class Contents:
         self._plain, self._inside = _without_special(tokenizer, [one for one in special if not one.special])
         self._ids = frozenset(found)
 
+    def _keeps(self, searched: str, cores: Collection[str]) -> bool:
+        """Whether a text that the template searches for gets no marks: no special token's can begin or end within it."""
+        begins = (searched[at:] for at, one in enumerate(searched) if one in self._first)
+        ends = (searched[: at + 1] for at, one in enumerate(searched) if one in self._last)
+        return (
+            any(one in searched for one in self._edges)
+            and not any(one.startswith(core) or core.startswith(one) for one in begins for core in cores)
+            and not any(one.endswith(core) or core.endswith(one) for one in ends for core in cores)
+        )
+
     def marked(self, values: T) -> tuple[T, str]:
-        """The values, nested lists and objects, with a mark within every text of a special token, and every part of one
-        that a template may complete; and the mark.
+        """The values, nested lists and objects, with marks in every text of which a special token's may be made; and the
+        mark, empty if there are no such texts.
 
         Raises InvalidRequestError for texts with special tokens that a mark cannot prevent: those of one character, and
-        those that only the tokenizer's normalizer makes.
+        those that only the tokenizer's normalizer makes; and where every mark is in some text.
         """
         if self._unmarkable:
             self._refuse(values)
-        if self._breaking is None or not any(map(self._must_break, texts(values))):
+        if not any(map(self._needs_marks, self._free(values))):
             return values, ""
-        used = {one for text in texts(values) for piece in _in_pieces(text) for one in _MARK.findall(piece)}
-        mark = next((one for one in map(chr, _MARKS) if one not in used), None)
+        mark = next((one for one in _MARKS if not any(map(_holds(one), texts(values)))), None)
         if mark is None:
-            raise InvalidRequestError("messages: hold too many private-use characters", field="messages")
+            raise InvalidRequestError(
+                "messages: hold too many kinds of control and private-use characters", field="messages"
+            )
 
-        # Each pass marks what does not overlap; breaking one text may leave another that overlapped it.
-        def protect(value: Any) -> Any:
+        def protect(value: Any, key: str = "") -> Any:
             if isinstance(value, str):
-                while self._must_break(value):
-                    value = self._broken(value, mark)
-                return value
+                return value if _is_role(key, value) else self._broken(value, mark)
             if isinstance(value, Mapping):
-                return {protect(key): protect(one) for key, one in value.items()}
+                return {
+                    name if name in self._keys else self._broken(name, mark): protect(one, name)
+                    for name, one in value.items()
+                }
             return [protect(one) for one in value] if isinstance(value, list | tuple) else value
 
         return cast(T, protect(values)), mark
 
-    def _must_break(self, text: str) -> bool:
-        return self._completes(text) is not None or next(self._found(text, self._breaking), None) is not None
+    def _free(self, values: Any) -> Iterator[str]:
+        """The texts that clients choose: not roles, nor the keys that the template names."""
+        waiting = [values]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping):
+                yield from (key for key in value if key not in self._keys)
+                waiting += (one for key, one in value.items() if not _is_role(key, one))
+            elif isinstance(value, list | tuple):
+                waiting += value
 
-    def _completes(self, text: str) -> re.Match[str] | None:
-        """What completes the template's own text; not if it is a word of the template's, such as a role."""
-        if self._completing is None or text in ROLES or text in self._searched:
-            return None
-        return self._completing.match(text)
+    def _needs_marks(self, text: str) -> bool:
+        return any(one in text for one in self._edges) or any(map(self._is_inner, self._parts(text)))
+
+    def _parts(self, text: str) -> list[str]:
+        """Between the texts that the template searches for and may cut at, which are parts, too; none if no part can be
+        within a special token's text."""
+        return self._cuts.split(text) if self._inner and text not in self._searched else []
+
+    def _is_inner(self, part: str) -> bool:
+        """Whether all but this of a special token's text may be the template's own."""
+        core = part.strip()
+        return core != "" and core in self._inner
+
+    @staticmethod
+    def _apart(part: str, mark: str) -> str:
+        core = part.strip()
+        return part.replace(core, mark + core + mark, 1)
+
+    def _broken(self, text: str, mark: str, kept: int = 0) -> str:
+        """The text with its marks; `_kept` before `kept` are not in it."""
+        for place, whole in enumerate(self._kept[kept:], kept + 1):
+            if whole in text:
+                return whole.join(self._broken(part, mark, place) for part in text.split(whole))
+        if parts := self._parts(text):
+            text = "".join(self._apart(part, mark) if self._is_inner(part) else part for part in parts)
+        for one in self._first:
+            text = text.replace(one, one + mark)
+        for one in self._last:
+            text = text.replace(one, mark + one)
+        return text
+
+    def settled(self, text: str, mark: str) -> Rendered:
+        """A rendered text of marked values: without the marks if the same special tokens are found without them."""
+        if not mark:
+            return Rendered(text)
+        plain = text.replace(mark, "")
+        begin = marks = 0
+        for own, found in itertools.zip_longest(
+            self._found(text, self._special), self._found(plain, self._special)
+        ):
+            if own is None or found is None or own[0] != found[0]:
+                return Rendered(text, mark)
+            marks += text.count(mark, begin, own.start())
+            begin = own.start()
+            if begin - marks != found.start():
+                return Rendered(text, mark)
+        return Rendered(plain)
 
     def _found(self, text: str, pattern: re.Pattern[str] | None) -> Iterator[re.Match[str]]:
         """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms."""
@@ -140,20 +210,6 @@ class Contents:
             else:
                 yield found
                 at = found.end()
-
-    def _broken(self, text: str, mark: str) -> str:
-        """The text with the mark before what completes the template's own text, and behind the first character of each
-        special token's text, or part of one."""
-        pieces: list[str] = []
-        end = 0
-        if (begin := self._completes(text)) is not None:
-            end = begin.start(1)
-            pieces += text[:end], mark
-        for found in self._found(text, self._breaking):
-            if found.start() >= end:
-                pieces += text[end : found.start() + 1], mark
-                end = found.start() + 1
-        return "".join((*pieces, text[end:]))
 
     def _refuse(self, values: Any) -> None:
         for field, text in _named_texts(values):
@@ -189,6 +245,10 @@ class Contents:
             yield text[begin:end], self._tokenizer
 
 
+def _is_role(key: str, value: Any) -> bool:
+    return key == "role" and value in ROLES
+
+
 def texts(values: Any) -> Iterator[str]:
     """Every text in nested lists and objects, keys included."""
     waiting = [values]
@@ -203,9 +263,10 @@ def texts(values: Any) -> Iterator[str]:
             waiting += value
 
 
-def _in_pieces(text: str) -> Iterator[str]:
-    """Between which other threads run."""
-    return (text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS))
+def _holds(mark: str) -> Callable[[str], bool]:
+    """Whether a text has the mark, or JSON's escape of it, which a template may write for it."""
+    escaped = dumps(mark)[1:-1]
+    return lambda text: mark in text or escaped in text
 
 
 def _named_texts(values: Any) -> Iterator[tuple[str, str]]:
@@ -239,15 +300,6 @@ def prefix_tree(texts: Collection[str]) -> str:
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
-
-
-def _pattern(before: str, whole: Iterable[str], parts: Iterable[str], cuts: Iterable[str]) -> re.Pattern[str]:
-    """Finds whole texts, and parts of texts where a value ends, or the template may cut it: at the `cuts`. Both are its
-    group 1."""
-    ends = "|".join([*map(re.escape, filter(None, cuts)), r"\Z"])
-    at_an_end = rf"(?=\s*(?:{ends}))"
-    tree = prefix_tree({*whole, *(part + _CUT for part in parts)})
-    return re.compile(f"{before}({tree.replace(_CUT, at_an_end)})")
 
 
 def _without_special(tokenizer: Tokenizer, more: Collection[AddedToken]) -> tuple[Tokenizer, Tokenizer]:

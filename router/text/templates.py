@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jinja2
@@ -55,14 +55,30 @@ def searched_texts(source: str) -> set[str]:
     given = [argument for call in methods for argument in call.args]
     for test in tree.find_all(nodes.Compare):
         given += [test.expr, *(operand.expr for operand in test.ops)]
-    return {one.value for one in given if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+    return _texts(given)
+
+
+def filtered_texts(source: str) -> set[str]:
+    """The texts that a template gives to filters, as in `content | replace('</think>', '')`."""
+    tree = template_environment().parse(source)
+    return _texts(argument for one in tree.find_all(nodes.Filter) for argument in one.args)
+
+
+def named_keys(source: str) -> set[str]:
+    """The keys that a template names, as in `message.content` and `message['content']`."""
+    tree = template_environment().parse(source)
+    attributes = {one.attr for one in tree.find_all(nodes.Getattr)}
+    return attributes | _texts(one.arg for one in tree.find_all(nodes.Getitem))
 
 
 def written_texts(source: str) -> set[str]:
     """The template's own texts, after each of which it may write a value."""
     tree = template_environment().parse(source)
-    texts = {one.data for one in tree.find_all(nodes.TemplateData)}
-    return texts | {one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)}
+    return {one.data for one in tree.find_all(nodes.TemplateData)} | _texts(tree.find_all(nodes.Const))
+
+
+def _texts(given: Iterable[nodes.Node]) -> set[str]:
+    return {one.value for one in given if isinstance(one, nodes.Const) and isinstance(one.value, str)}
 
 
 @jinja2.pass_context

@@ -233,7 +233,7 @@ class ModelText:
                 "kwargs": given.template_kwargs,
             }
             values, mark = self._contents.marked(values)
-            return given, Rendered(self._rendered(given, **values, mark=mark), mark)
+            return given, self._contents.settled(self._rendered(given, **values, mark=mark), mark)
 
         if characters <= INLINE_CHAT_CHARACTERS:
             return rendered()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.errors import InvalidRequestError
 from router.text import contents as contents_module
-from router.text.contents import Contents, Rendered, role_of
+from router.text.contents import PIECE_CHARACTERS, Contents, Rendered, role_of
 from router.text.conversation import Conversation
+from router.text.templates import template_environment
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, ModelText
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -67,11 +68,15 @@ async def test_no_content_forges_a_turn(text, content):
     assert content in decoded, "it is read as it was written"
 
 
-@pytest.mark.parametrize("content", ["", "hello", "<|im_", "a < b | c > d", "\n\nend", "<|user|>"])
+@pytest.mark.parametrize(
+    "content", ["", "hello", "<|im_", "a < b | c > d", "\n\nend", "<|user|>", "<p>\n", "<"]
+)
 async def test_other_contents_are_encoded_as_a_whole(text, content):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
-    whole = text.tokenizer.encode(text.render(Conversation(messages)), add_special_tokens=False).ids
-    assert await ids(text, content) == whole
+    whole = text.render(Conversation(messages))
+    _, rendered = await text.chat(lambda: Conversation(messages), 0)
+    assert rendered == Rendered(whole), "its pieces are cached"
+    assert await ids(text, content) == text.tokenizer.encode(whole, add_special_tokens=False).ids
 
 
 async def test_text_around_a_marked_content_is_encoded_as_before(text):
@@ -113,13 +118,99 @@ def test_overlapping_texts_of_special_tokens_are_all_marked():
     assert sum(token >= len(ALPHABET) for token in encoded) == 2
 
 
-@pytest.mark.parametrize("text", [">", "> a", " >", "\n>\n", ">>", ">< "])
-def test_what_completes_the_templates_text_is_marked_once(text):
-    contents = Contents(byte_level(AddedToken("<s>", special=True)), sources=["{{ '<s' ~ x | trim }}"])
-    (marked,), mark = contents.marked([text])
-    assert mark and marked.strip().startswith(f"{mark}>") and marked.replace(mark, "") == text
-    for word in ("user", "s>", "a >"):
-        assert contents.marked([word]) == ([word], "")
+def of(*names, template=""):
+    return Contents(byte_level(*(AddedToken(one, special=True) for one in names)), sources=[template])
+
+
+@pytest.mark.parametrize(
+    ("names", "searched", "keeps"),
+    [
+        (("<|e|>",), "</think>", True),
+        (("<|e|>",), "\n", True),
+        (("<|e|>",), "<", False),
+        (("<|e|>",), "<|", False),
+        (("<|e|>",), "|>", False),
+        (("<|e|>",), "<|e|>", False),
+        (("<|e|>",), "a <|e|> b", False),
+        (("<|e|>", "<s>"), "</s>", True),
+        (("<|e|>", "</s>"), "</s", False),
+        (("<|e|>", "s>"), "</s>", False),
+    ],
+)
+def test_what_the_template_searches_for_is_marked_only_if_a_special_token_can_be_made_of_it(
+    names, searched, keeps
+):
+    contents = of(*names, template=f"{{{{ x.split({searched!r})[0] }}}}")
+    (marked,), mark = contents.marked([f"<a>{searched}"])
+    assert mark and marked.replace(mark, "") == f"<a>{searched}"
+    assert marked.endswith(f"a{mark}>{searched}") == keeps
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ a | trim }}{{ b | trim }}",
+        "{{ a.split('#')[0] | trim }}{{ b.split('#')[-1] | trim }}",
+        "{{ a | replace('#', '') }}{{ b | replace('#', '') }}",
+        "{{ (a ~ b) | replace('#', '') }}",
+        "{{ a | lower }}{{ b | lower }}",
+        "{{ (a | trim)[1:-1] }}{{ (b | trim)[1:-1] }}",
+        "{{ a }}{{ b }}",
+    ],
+)
+@pytest.mark.parametrize("at", range(1, 5))
+def test_no_template_makes_a_special_token_of_clients_texts(template, at):
+    """Whatever it removes, and with which case it writes them."""
+    contents, special = of("<|e|>", template=template), "<|e|>"
+    first, last = special[:at], special[at:]
+    space = " " * (PIECE_CHARACTERS + 9)
+    for a, b in (
+        (first, last),
+        (f"x{first}", f"{last}x"),
+        (first + space, f"\n{last}"),
+        (f"{first}#", f"#{last}"),
+        (f"#{'#'.join(first)}", f"{'#'.join(last)}#"),
+        (first.upper(), last.upper()),
+        (f"({first})", f"({last})"),
+    ):
+        (a, b), mark = contents.marked([a, b])
+        text = template_environment().from_string(template).render(a=a, b=b)
+        assert mark and "<|e|>" not in text
+        rendered = contents.settled(text, mark)
+        assert rendered.text == (text if "<|e|>" in text.replace(mark, "") else text.replace(mark, ""))
+
+
+@pytest.mark.parametrize("template", ["{{ '<s' ~ x | trim }}", "<{{ x }}>", "<{{ x.split('#')[0] | trim }}>"])
+@pytest.mark.parametrize("x", ["s", ">", "> a", " >", "\n>\n", "s>", "s\n", f"{' ' * 70_000}s", "s#a"])
+def test_no_text_completes_the_templates_own(template, x):
+    contents = of("<s>", template=template)
+    (x,), mark = contents.marked([x])
+    text = template_environment().from_string(template).render(x=x)
+    assert "<s>" not in text
+    rendered = contents.settled(text, mark)
+    assert rendered.mark == (mark if "<s>" in text.replace(mark or "-", "") else "")
+
+
+def test_words_of_the_template_are_not_marked():
+    """Roles, keys that it names, and what it compares with, of a template that writes `<|` before a role."""
+    contents = of("<|user|>", "<|tool|>", template="{{ '<|' ~ m.role ~ '|>' }}{{ m.tool == 'use' }}")
+    values = [{"role": "user", "tool": "use"}]
+    assert contents.marked(values) == (values, "")
+    for value in ({"role": "tool", "content": "user"}, {"role": "user", "user": 1}, {"role": "use\n"}):
+        (marked,), mark = contents.marked([value])
+        first = next(iter(marked.values()))
+        assert mark and marked != value and first in ("tool", "user", f"{mark}use{mark}\n")
+
+
+def test_a_special_token_at_another_place_is_no_other():
+    contents = of("<a>", ">b<")
+    mark = "\x98"
+    assert contents.settled(f"x<a>b<{mark}c>", mark) == Rendered("x<a>b<c>")
+    assert contents.settled(f"x<a>b<{mark}a>", mark).mark
+    assert contents.settled(f"<{mark}a>b<a>", mark).mark
+    assert contents.settled(f"<a>{mark}b<a>", mark) == Rendered("<a>b<a>")
+    assert contents.settled(f"<{mark}a>{mark}b<a>", mark).mark
+    assert contents.settled(f"<a{mark}>b<a>", mark).mark
 
 
 def test_contents_that_a_mark_cannot_protect_are_refused():
@@ -135,12 +226,13 @@ def test_contents_that_a_mark_cannot_protect_are_refused():
 
 
 def test_contents_that_leave_no_mark_are_refused():
-    contents = Contents(byte_level(AddedToken("<|im_end|>", special=True)))
-    every = "".join(map(chr, range(0xF0000, 0xF0100)))
-    plain = [{"role": "user", "content": every}]
+    contents = of("<|im_end|>")
+    marks = contents_module._MARKS
+    plain = [{"role": "user", "content": "".join(marks)}]
     assert contents.marked(plain) == (plain, "")
-    one_left = [{"role": "user", "content": every[:-1]}, {"role": "user", "content": "<|im_end|>"}]
-    assert contents.marked(one_left)[1] == every[-1]
+    for others in ([*marks[:-1]], [json.dumps(one)[1:-1] for one in marks[:-1]]):
+        one_left = [{"role": "user", "content": "".join(others)}, {"role": "user", "content": "<|im_end|>"}]
+        assert contents.marked(one_left)[1] == marks[-1]
     with pytest.raises(InvalidRequestError, match="private-use"):
         contents.marked([*plain, {"role": "user", "content": "<|im_end|>"}])
 
@@ -225,30 +317,15 @@ async def test_tokenising_a_long_conversation_with_the_text_of_a_special_token_s
 def test_the_beginnings_of_many_special_tokens_are_soon_passed(unit):
     """Each was tried at each place: 1.5 s for 2 MiB."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(250)]
-    contents = Contents(byte_level(*(AddedToken(one, special=True) for one in (*names, "<s>", "<|eot|>"))))
+    contents = of(*names, "<s>", "<|eot|>")
     message = {"role": "user", "content": unit * ((2 << 20) // len(unit)) + "."}
     took = []
     for _ in range(3):
         began = time.perf_counter()
-        assert contents.marked([message])[1] == ""
+        (marked,), mark = contents.marked([message])
+        assert contents.settled(marked["content"], mark).mark == (mark if unit.endswith("|>") else "")
         took.append(time.perf_counter() - began)
     assert min(took) < 0.25
-
-
-def test_long_contents_are_searched_in_pieces(monkeypatch):
-    """A search holds the interpreter lock: 40 ms for 2 MiB."""
-    monkeypatch.setattr(contents_module, "PIECE_CHARACTERS", 8)
-    contents = Contents(byte_level(AddedToken("<|eot|>", special=True), AddedToken("<s>", special=True)))
-    for special in ("<|eot|>", "<s>"):
-        for place in range(20):
-            text = "x" * place + special + "y" * 20
-            (found,), mark = contents.marked([text])
-            assert found == text.replace(special, special[0] + mark + special[1:]) and mark
-    ends = []
-    searched = SimpleNamespace(search=lambda *given: ends.append(given[1:]))
-    monkeypatch.setattr(contents, "_breaking", searched)
-    assert contents.marked(["z" * 20])[1] == ""
-    assert ends == [(0, 14), (8, 22), (16, 30)]
 
 
 class _Counted:
@@ -261,29 +338,22 @@ class _Counted:
         self.lengths.append(min(len(text), len(text) if end is None else end) - begin)
         return self._pattern.search(text, begin, len(text) if end is None else end)
 
-    def findall(self, text):
-        self.lengths.append(len(text))
-        return self._pattern.findall(text)
-
     finditer = sub = None  # they look through the whole text, or up to the next match
 
 
-def test_contents_with_special_tokens_are_marked_and_encoded_in_pieces(monkeypatch):
-    """Of one special token at the end of 2 MiB, marking held the interpreter lock for 30 ms, encoding for 25 ms."""
-    contents = Contents(byte_level(AddedToken("<|eot|>", special=True)))
-    special, breaking = _Counted(contents._special), _Counted(contents._breaking)
-    marks = _Counted(contents_module._MARK)
+def test_contents_with_special_tokens_are_compared_and_encoded_in_pieces(monkeypatch):
+    """A search holds the interpreter lock: 40 ms for 2 MiB."""
+    contents = of("<|eot|>")
+    special = _Counted(contents._special)
     monkeypatch.setattr(contents, "_special", special)
-    monkeypatch.setattr(contents, "_breaking", breaking)
-    monkeypatch.setattr(contents_module, "_MARK", marks)
     piece = contents_module.PIECE_CHARACTERS
     content = 3 * piece * "<" + "<|eot|>"
     (found,), mark = contents.marked([content])
-    assert found == content.replace("<|", f"<{mark}|")
-    assert content.startswith(
-        "".join(part for part, _ in contents._pieces(Rendered(found, mark))).replace(mark, "")
-    )
-    assert max(special.lengths + breaking.lengths) <= piece + len("<|eot|>") and max(marks.lengths) <= piece
+    assert found == content.replace("<", f"<{mark}").replace(">", f"{mark}>")
+    rendered = contents.settled(found, mark)
+    assert rendered == Rendered(found, mark)
+    assert content == "".join(part for part, _ in contents._pieces(rendered)).replace(mark, "")
+    assert max(special.lengths) <= piece + len("<|eot|>")
 
 
 @pytest.mark.parametrize("piece", range(1, 9))
