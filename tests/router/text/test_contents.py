@@ -211,6 +211,8 @@ def test_a_special_token_at_another_place_is_no_other():
     assert contents.settled(f"<a>{mark}b<a>", mark) == Rendered("<a>b<a>")
     assert contents.settled(f"<{mark}a>{mark}b<a>", mark).mark
     assert contents.settled(f"<a{mark}>b<a>", mark).mark
+    assert of("**").settled(f"*{mark}**", mark).mark, "it would begin one character sooner"
+    assert of("<a>", "<a><b>").settled(f"<a>{mark}<b>", mark).mark, "it would be a longer one"
 
 
 def test_contents_that_a_mark_cannot_protect_are_refused():
