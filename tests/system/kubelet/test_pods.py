@@ -332,7 +332,8 @@ def test_the_end_of_a_killed_container_can_be_proven_to_any_caller(
     pod = Pod("default", name, found["metadata"]["uid"], "main", found["spec"]["nodeName"], time.time())
     with clients.connect(cluster.server.kubeconfig(tmp_path / "kubeconfig")) as api:
         exits = PodExits(api)
-        assert not exits.has_exited(pod)
+        status = cluster.server.object("Pod", name)["status"]
+        assert not exits.has_exited(pod), (status, said(cluster, name))
         lived = time.time()
         wait_for(lambda: time.time() > lived + 1.0, SECONDS, "the API's times have a second's resolution")
         os.kill(cluster.kubelet.process(name, "default", "main"), signal.SIGKILL)
