@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.addresses import listen, network_of
 from cluster.open_connections import OpenConnections
+from cluster.sockets import listen, network_of
 
 log = logging.getLogger(__name__)
 CONNECTION_SECONDS = 10.0  # Prometheus's default scrape timeout

@@ -19,11 +19,12 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from cluster.addresses import advertised, join, network_of, source_address
+from cluster.addresses import advertised, join, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.open_connections import OpenConnections
 from cluster.ray_head import call_ray, within
+from cluster.sockets import network_of
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
