@@ -207,8 +207,9 @@ def test_bytes_behind_the_head_do_not_reset_the_answer(server: MetricsServer) ->
 def test_a_client_that_does_not_close_after_its_answer_is_closed(
     limit: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(short_http, "LINGER_SECONDS", 0.1 if limit == "LINGER_SECONDS" else 60.0)
+    monkeypatch.setattr(short_http, "LINGER_SECONDS", 0.1 if limit == "LINGER_SECONDS" else 600.0)
     monkeypatch.setattr(short_http, "LINGER_READS", 2)
+    monkeypatch.setattr(short_http, "CONNECTION_SECONDS", 600.0)
     with connect(server) as sock:
         sock.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
         assert ended(sock), "its answer has ended"
