@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -283,6 +284,26 @@ def test_handshakes_begin_by_addresses_in_turns(monkeypatch: pytest.MonkeyPatch)
             all_wait.set()
             wait_for(lambda: "127.0.0.1" in began, 30.0, "the rank's handshake begins")
             assert began.index("127.0.0.1") <= 200 // ACCEPTS_PER_TURN + 3
+    finally:
+        listening.close()
+
+
+def test_connections_that_wait_begin_although_none_can_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the descriptors that accepting lacks."""
+    monkeypatch.setattr(remote, "LOOK_SECONDS", 0.01)
+    accept = socket.socket.accept
+
+    def accept_first(port: socket.socket) -> Any:
+        if listening._waiting:
+            raise OSError(errno.EMFILE, "no descriptor is free")
+        return accept(port)
+
+    listening = RankListener("127.0.0.1", "w")
+    monkeypatch.setattr(socket.socket, "accept", accept_first)
+    monkeypatch.setattr(remote, "START_SECONDS", 5.0)
+    try:
+        connect_to_leader(listening.address, listening.key, 3).close()
+        listening.wait([3])[3].close()
     finally:
         listening.close()
 

@@ -144,6 +144,7 @@ class RankListener:
                 if not self._closed:  # no descriptor is free, for example
                     log.warning("%s: the port for ranks does not accept: %s", self._worker_id, error)
                     time.sleep(LOOK_SECONDS)
+                    self._begin_next()  # which frees descriptors
                 continue
             peer.settimeout(None)
             self._waiting.push(network_of(peer), peer)
