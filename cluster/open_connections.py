@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -11,11 +12,12 @@ T = TypeVar("T")
 
 
 class OpenConnections(Generic[T]):
-    """At most `limit` connections. One more gives up the oldest of the address with the most, so that a flood from one
-    address closes its own. The oldest, because exchanges on such ports are short: silent connections must not keep out
-    later ones of their own address, which may be that of many clients."""
+    """At most `limit` connections. For one too many the oldest of the address with the most is evicted, so that a flood
+    from one address closes its own. The oldest, because exchanges on such ports are short: silent connections must not
+    keep out later ones of their own address, which may be that of many clients."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: float = math.inf):
+        """Without a `limit`, only the owner evicts."""
         self.limit = limit
         self._by_address: CountedRoundRobin[T] = CountedRoundRobin()
         self._address: dict[T, str] = {}  # oldest first
@@ -42,14 +44,14 @@ class OpenConnections(Generic[T]):
         """Returns the connection to be closed, which is no longer counted, if there are too many."""
         self._address[connection] = address
         self._by_address.push(address, connection)
-        return self.give_up_one() if len(self) > self.limit else None
+        return self.evict_oldest() if len(self) > self.limit else None
 
-    def give_up_one(self) -> T:
+    def evict_oldest(self) -> T:
         """Remove the oldest connection of the address with the most. Raises KeyError where there is none."""
         return self._removed(self._by_address.pop_oldest_of_most())
 
-    def give_up_newest(self) -> T:
-        """As `give_up_one`, of that address's the newest: where connections last, the older ones are in use."""
+    def evict_newest(self) -> T:
+        """Remove the newest connection of the address with the most. Raises KeyError where there is none."""
         return self._removed(self._by_address.pop_newest_of_most())
 
     def _removed(self, connection: T) -> T:
@@ -57,7 +59,7 @@ class OpenConnections(Generic[T]):
         return connection
 
     def discard(self, connection: T) -> None:
-        """Without effect if it is not counted."""
+        """Count a connection no longer; without effect on one that is not counted."""
         address = self._address.pop(connection, None)
         if address is not None:
             self._by_address.remove(address, connection)

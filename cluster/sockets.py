@@ -1,9 +1,46 @@
-"""Waiting for sockets on the event loop."""
+"""Sockets that listen, who is connected to them, and waiting for them on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
+
+
+def tcp_socket(host: str) -> socket.socket:
+    """Return a socket of the host's family; a name's is IPv4."""
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def listen(host: str, port: int, backlog: int, *options: tuple[int, int, int]) -> socket.socket:
+    """Return a socket that listens there. `options` (level, name, value) pass to the connections that it accepts.
+
+    Raises OSError where the port is not free.
+    """
+    sock = tcp_socket(host)
+    try:
+        for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *options):
+            sock.setsockopt(*option)
+        sock.bind((host.strip("[]"), port))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def network_of(connection: socket.socket) -> str:
+    """Return the address by which a port counts a peer's connections, or "" if it has left. Of IPv6 the first 64 bits: a
+    peer usually has all addresses that begin with them."""
+    try:
+        peer = connection.getpeername()
+    except OSError:  # it was reset
+        return ""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.packed[:8].hex())
 
 
 async def readable(sock: socket.socket) -> None:

@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 class TenantCache(Generic[V]):
     """A tenant finds what was cached for it alone, so the time of an answer reveals nothing about another tenant's
-    requests, and what it adds displaces its own values first. Not thread-safe."""
+    requests. `drop_oldest_of_largest` says which value goes where there are too many. Not thread-safe."""
 
     def __init__(self) -> None:
         # The tenant, and in it the value, that was used last comes last; none is empty.

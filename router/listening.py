@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cluster.addresses import listen, tcp_socket
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
+from cluster.sockets import listen, tcp_socket
 
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096

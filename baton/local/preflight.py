@@ -19,11 +19,11 @@ from baton.local import memory
 from baton.local.model_directory import check_directory, weight_files
 from baton.local.options import UpOptions
 from baton.local.ray_pools import RAY
-from cluster import addresses
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.security.identity import make_identity
 from cluster.security.key_file import read_keys
+from cluster.sockets import listen
 from engine.model.config import ModelConfig
 from engine.model.preflight import least_bytes, least_context_bytes, read_model
 
@@ -68,7 +68,7 @@ def _check_ray(options: UpOptions) -> None:
 
 def _check_host(config: WorkerConfig, role: Role) -> None:
     try:
-        addresses.listen(config.host, 0, 1).close()
+        listen(config.host, 0, 1).close()
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -181,7 +181,7 @@ def _check_ports(options: UpOptions) -> None:
 def _listener(flag: str, host: str, port: int) -> socket.socket:
     """Listen as a router does. Raises ConfigError."""
     try:
-        return addresses.listen(host, port, 1)
+        return listen(host, port, 1)
     except OSError as error:
         other = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise ConfigError(

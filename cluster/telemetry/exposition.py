@@ -10,6 +10,7 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -17,10 +18,12 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigError
-from cluster.telemetry.short_http import FAILED, Answer, Exchange, Request, ShortHttpServer
+from cluster.telemetry.short_http import FAILED, Answer, Connection, Request, ShortHttpServer
 
 log = logging.getLogger(__name__)
-BODY_SECONDS = 0.1  # ten renderings per second and format cost a fifth of the interpreter at most
+BODY_SECONDS = 0.1  # that a body is used for
+# Between the beginnings of two renderings, of any page and format: all together take a fifth of the interpreter at most.
+RENDERING_SECONDS = 0.05
 OPEN_METRICS = "application/openmetrics-text"
 # A probe returns the reasons against it; an empty list means yes. It runs on the server's thread, and only reads.
 Probe = Callable[[], Sequence[str]]
@@ -41,10 +44,7 @@ def accepts_open_metrics(accept: str) -> bool:
 
 
 class MetricsPage:
-    """A registry's metrics as text.
-
-    The port needs no key, and rendering holds the interpreter lock: a body is used for BODY_SECONDS.
-    """
+    """A registry's metrics as text. A body is used for BODY_SECONDS, because the port needs no key."""
 
     def __init__(self, registry: Collector, clock: Callable[[], float] = time.monotonic):
         self._registry = registry
@@ -65,6 +65,9 @@ class MetricsPage:
         return answer
 
 
+_PageFormat = tuple[MetricsPage, bool]  # whether it is OpenMetrics
+
+
 def probe_body(
     name: str, why_not: Sequence[str], facts: Mapping[str, str], warnings: Sequence[str] = ()
 ) -> bytes:
@@ -76,8 +79,9 @@ def probe_body(
 class MetricsServer:
     """Serves `/ready` and `/live`, and metrics at every other path, over plain HTTP on its own threads, until `close`.
 
-    Probes are answered at once. Each page of metrics is rendered on a thread of its own, once at a time in each format for
-    all scrapes that wait, so that none that hangs holds up anything else.
+    Probes are answered at once. A page is rendered in a format once for all scrapes that wait for it, on a thread of its
+    own, so that none that hangs holds up anything else: a router's pages wait for its processes. Rendering holds the
+    interpreter lock, so renderings begin RENDERING_SECONDS apart, in the order in which they were asked for.
     """
 
     def __init__(
@@ -96,8 +100,10 @@ class MetricsServer:
         self._probes = probes
         self._facts = facts
         self._warnings = warnings
-        # By page and format, while it is rendered. Weak: one that is closed meanwhile leaves nothing behind.
-        self._waiting: dict[tuple[MetricsPage, bool], weakref.WeakSet[Exchange]] = {}
+        # By page and format, until it is rendered. Weak: one that is closed meanwhile leaves nothing behind.
+        self._waiting: dict[_PageFormat, weakref.WeakSet[Connection]] = {}
+        self._queue: deque[_PageFormat] = deque()  # those of them whose rendering has not begun
+        self._next_at = -math.inf  # when it may
         try:
             self._server = ShortHttpServer(host, port, self._respond)
         except OSError as error:
@@ -110,29 +116,47 @@ class MetricsServer:
     def close(self) -> None:
         self._server.close()
 
-    def _respond(self, request: Request, exchange: Exchange) -> None:
+    def _respond(self, request: Request, connection: Connection) -> None:
         probe = self._probes.get(request.path)
         if probe is not None:
-            exchange.send(self._probed(request.path, probe()))
+            connection.send(self._probed(request.path, probe()))
             return
         page = self._pages.get(request.path, self._metrics)
         open_metrics = accepts_open_metrics(request.accept)
         recent = page.recent(open_metrics)
         if recent is not None:
-            exchange.send(recent)
+            connection.send(recent)
             return
-        waiting = self._waiting.get((page, open_metrics))
-        if waiting is None:
-            self._start_rendering(page, open_metrics)
-            waiting = self._waiting[page, open_metrics] = weakref.WeakSet()
-        waiting.add(exchange)
+        wanted = page, open_metrics
+        if wanted in self._waiting:
+            self._waiting[wanted].add(connection)
+            return
+        self._waiting[wanted] = weakref.WeakSet([connection])
+        self._queue.append(wanted)
+        if len(self._queue) == 1:
+            self._begin_later()
+
+    def _begin_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(max(loop.time(), self._next_at), self._begin)
+
+    def _begin(self) -> None:
+        """Begin the next rendering for which a scrape still waits."""
+        while self._queue:
+            wanted = self._queue.popleft()
+            if self._waiting[wanted]:
+                self._next_at = asyncio.get_running_loop().time() + RENDERING_SECONDS
+                self._start_rendering(*wanted)
+                break
+            del self._waiting[wanted]
+        if self._queue:
+            self._begin_later()
 
     def _probed(self, name: str, why_not: Sequence[str]) -> Answer:
         status = "503 Service Unavailable" if why_not else "200 OK"
         return Answer(status, "application/json", probe_body(name, why_not, self._facts, self._warnings()))
 
     def _start_rendering(self, page: MetricsPage, open_metrics: bool) -> None:
-        """Raises RuntimeError where the system has no thread left."""
         loop = asyncio.get_running_loop()
 
         def render() -> None:
@@ -144,8 +168,12 @@ class MetricsServer:
             with contextlib.suppress(RuntimeError):  # the server is closed
                 loop.call_soon_threadsafe(self._rendered, page, open_metrics, answer)
 
-        threading.Thread(target=render, name="metrics-page", daemon=True).start()
+        try:
+            threading.Thread(target=render, name="metrics-page", daemon=True).start()
+        except RuntimeError:  # the system has no thread left
+            log.exception("the metrics were not rendered")
+            self._rendered(page, open_metrics, FAILED)
 
     def _rendered(self, page: MetricsPage, open_metrics: bool, answer: Answer) -> None:
-        for exchange in list(self._waiting.pop((page, open_metrics))):
-            exchange.send(answer)
+        for connection in list(self._waiting.pop((page, open_metrics))):
+            connection.send(answer)

@@ -1,16 +1,15 @@
 """HTTP for probes and scrapes, at a port without a key: one short request per connection, on one thread of its own.
 
-    accepted ──head──► answered by `respond` ──► sent ──► closed
+    accepted ──head──► answered by `respond` ──► sent ──► half closed ──the client closes──► closed
 
-A connection has HEAD_SECONDS for its head and CONNECTION_SECONDS in all. Where too many are open, the oldest of the
-address with the most is closed. The thread takes about half of a core at most, whatever clients do.
+A connection has HEAD_SECONDS for its head, CONNECTION_SECONDS for its answer, and LINGER_SECONDS after it. Where too many
+are open, OpenConnections says which is closed; AcceptPace bounds the thread's processor time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import socket
 import threading
@@ -18,8 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.addresses import listen, network_of
+from cluster.accept_pace import AcceptPace
 from cluster.open_connections import OpenConnections
+from cluster.sockets import listen, network_of
 
 log = logging.getLogger(__name__)
 CONNECTION_SECONDS = 10.0  # Prometheus's default scrape timeout
@@ -28,15 +28,21 @@ MAX_CONNECTIONS = 64
 BACKLOG = 1024
 HEAD_BYTES = 16 << 10
 HEAD_READS = 32  # each wakes the thread, for one byte as for all
-ACCEPTS_PER_TURN = 16
-PAUSE_PER_SECOND = 1.0  # seconds without accepting, for each second of processor time
-MAX_PAUSE_SECONDS = 0.05
+# Closing a socket with unread bytes, of a body for example, resets it: the client could lose the answer.
+LINGER_SECONDS = 1.0
+LINGER_READS = 64
+LINGER_READ_BYTES = 64 << 10
 RETRY_SECONDS = 0.1  # after an accept that failed: no descriptor is free
 LOOK_SECONDS = 0.25  # between two checks for connections over their time
 
 
+# RFC 9110, section 9.3, and PATCH (RFC 5789)
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+
+
 @dataclass(frozen=True)
 class Request:
+    method: str
     path: str  # without slashes at its ends, and without a query
     accept: str  # the `Accept` headers
 
@@ -46,53 +52,59 @@ class Answer:
     status: str
     content_type: str
     body: bytes
+    headers: tuple[str, ...] = ()  # further ones
 
 
 BAD_REQUEST = Answer("400 Bad Request", "text/plain", b"not an HTTP request, or a head that is too long\n")
+NOT_ALLOWED = Answer(
+    "405 Method Not Allowed", "text/plain", b"this port answers GET and HEAD\n", ("Allow: GET, HEAD",)
+)
+NOT_IMPLEMENTED = Answer("501 Not Implemented", "text/plain", b"this port answers GET and HEAD\n")
 FAILED = Answer("500 Internal Server Error", "text/plain", b"the request failed; the log has the reason\n")
 
 
 def parse(head: bytes) -> Request | None:
-    """The request of a head without its last empty line; None: it is none."""
+    """Return the request of a head, which is given without its last empty line, or None if it is not HTTP/1."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         return None
     headers = (line.partition(":") for line in lines)
     accept = [value.strip() for name, _, value in headers if name.lower() == "accept"]
-    return Request(words[1].partition("?")[0].strip("/"), ",".join(accept))
+    return Request(words[0], words[1].partition("?")[0].strip("/"), ",".join(accept))
 
 
-Respond = Callable[[Request, "Exchange"], None]
+Respond = Callable[[Request, "Connection"], None]
 
 
-class Exchange:
-    """One connection: its request, which goes to `respond`, and the answer, which `send` is called with, at once or later.
-    On the server's thread only."""
+class Connection:
+    """Reads one request, which goes to `respond`; that calls `send` with the answer, at once or later. On the server's
+    thread only."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         accepted: socket.socket,
         respond: Respond,
-        closed: Callable[[Exchange], None],
+        closed: Callable[[Connection], None],
     ):
         self._loop = loop
         self._socket = accepted
         self._respond = respond
         self._closed = closed
         self._since = time.monotonic()
+        self._until = self._since + HEAD_SECONDS
         self._head = b""
         self._reads = 0
-        self._is_read = False
+        self._without_body = False
         self._unsent = memoryview(b"")
         loop.add_reader(accepted.fileno(), self._read)
 
     def overdue(self, now: float) -> bool:
-        return now - self._since > (CONNECTION_SECONDS if self._is_read else HEAD_SECONDS)
+        return now > self._until
 
     def close(self) -> None:
-        """Without effect if it is closed."""
+        """Close the socket; without effect once it is closed."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
@@ -119,10 +131,16 @@ class Exchange:
 
     def _begin(self, request: Request | None) -> None:
         self._loop.remove_reader(self._socket.fileno())
-        self._is_read = True
+        self._until = self._since + CONNECTION_SECONDS
         if request is None:
             self.send(BAD_REQUEST)
-            return
+        elif request.method not in ("GET", "HEAD"):
+            self.send(NOT_ALLOWED if request.method in METHODS else NOT_IMPLEMENTED)
+        else:
+            self._without_body = request.method == "HEAD"
+            self._answer(request)
+
+    def _answer(self, request: Request) -> None:
         try:
             self._respond(request, self)
         except Exception:  # RuntimeError among them: the system has no thread left
@@ -130,14 +148,17 @@ class Exchange:
             self.send(FAILED)
 
     def send(self, answer: Answer) -> None:
-        """Without effect if the connection is closed."""
+        """Send the answer, and close the connection; without effect once it is closed."""
         if self._socket.fileno() < 0:
             return
-        head = (
-            f"HTTP/1.0 {answer.status}\r\nContent-Type: {answer.content_type}\r\n"
-            f"Content-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
-        )
-        self._unsent = memoryview(head.encode() + answer.body)
+        head = [
+            f"HTTP/1.0 {answer.status}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            *answer.headers,
+            "Connection: close\r\n\r\n",
+        ]
+        self._unsent = memoryview("\r\n".join(head).encode() + (b"" if self._without_body else answer.body))
         self._loop.add_writer(self._socket.fileno(), self._write)
         self._write()
 
@@ -146,10 +167,34 @@ class Exchange:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             return
-        except OSError:
-            sent = len(self._unsent)  # its client has left
+        except OSError:  # its client has left
+            self.close()
+            return
         self._unsent = self._unsent[sent:]
         if not self._unsent:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Half close, and read until the client has closed as well: it has the answer then."""
+        self._loop.remove_writer(self._socket.fileno())
+        self._until = min(self._until, time.monotonic() + LINGER_SECONDS)
+        self._reads = 0
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close()
+            return
+        self._loop.add_reader(self._socket.fileno(), self._discard)
+
+    def _discard(self) -> None:
+        try:
+            left = self._socket.recv(LINGER_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            left = b""
+        self._reads += 1
+        if not left or self._reads >= LINGER_READS:
             self.close()
 
 
@@ -162,7 +207,7 @@ class ShortHttpServer:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._respond = respond
-        self._open: OpenConnections[Exchange] = OpenConnections(MAX_CONNECTIONS)
+        self._open: OpenConnections[Connection] = OpenConnections(MAX_CONNECTIONS)
         self.loop = asyncio.SelectorEventLoop()
         self._tasks = [self.loop.create_task(one) for one in (self._accept(), self._close_overdue())]
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -182,8 +227,8 @@ class ShortHttpServer:
         self.loop.close()
 
     async def _accept(self) -> None:
-        spent = time.thread_time()
-        for accepts in itertools.count(1):
+        pace = AcceptPace()
+        while True:
             try:
                 accepted, _ = await self.loop.sock_accept(self._listener)
             except OSError as error:
@@ -195,13 +240,12 @@ class ShortHttpServer:
             except OSError as error:  # the system has no room for one more descriptor to wait for
                 log.debug("a connection to the port of probes and metrics was not begun: %s", error)
                 accepted.close()
-            if not accepts % ACCEPTS_PER_TURN:
-                pause = PAUSE_PER_SECOND * (time.thread_time() - spent)
-                spent = time.thread_time()  # what connections compute meanwhile counts in the next pause
-                await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
+            pause = pace.pause_seconds()
+            if pause is not None:
+                await asyncio.sleep(pause)
 
     def _begin(self, accepted: socket.socket) -> None:
-        connection = Exchange(self.loop, accepted, self._respond, self._open.discard)
+        connection = Connection(self.loop, accepted, self._respond, self._open.discard)
         excess = self._open.add(connection, network_of(accepted))
         if excess is not None:
             excess.close()

@@ -16,7 +16,7 @@ from router.dispatch.attempt_events import Ended
 from router.link.token import Token
 
 log = logging.getLogger(__name__)
-TOKENS_A_TURN = 64  # passed on in one turn of the event loop: about 1 ms
+TOKENS_PER_TURN = 64  # passed on in one turn of the event loop: about 1 ms
 
 
 class HeldAnswer:
@@ -76,7 +76,7 @@ class HeldAnswer:
 
     def _pass_on(self) -> None:
         try:
-            for _ in range(min(len(self._tokens), TOKENS_A_TURN)):
+            for _ in range(min(len(self._tokens), TOKENS_PER_TURN)):
                 self._take(self._tokens.popleft())
         except Exception as error:  # in a callback of its own nothing else would end the attempt
             log.error("an attempt failed at a token of its answer", exc_info=error)

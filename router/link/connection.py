@@ -16,8 +16,8 @@ from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
 log = logging.getLogger(__name__)
-ENTRIES_A_TURN = 256  # dispatched in one turn of the event loop
-FRAMES_A_TURN = 64  # at most, however small
+ENTRIES_PER_TURN = 256  # dispatched in one turn of the event loop
+FRAMES_PER_TURN = 64  # at most, however small
 
 
 class Frames(Protocol):
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _read(self) -> None:
-        """Dispatch ENTRIES_A_TURN, and the rest in later turns of the event loop. The socket is not read meanwhile."""
+        """Dispatch ENTRIES_PER_TURN, and the rest in later turns of the event loop. The socket is not read meanwhile."""
         try:
             if self._piece is None:
                 self._take_frames()
@@ -127,13 +127,13 @@ class Connection(asyncio.Protocol):
 
     def _take_frames(self) -> None:
         taken = 0
-        for _ in range(FRAMES_A_TURN):
+        for _ in range(FRAMES_PER_TURN):
             if self._next is None:
                 if not self._unread:
                     return
                 self._next = _parsed(self._unread.popleft())
             entries = entries_of(self._next)
-            if taken and taken + entries > ENTRIES_A_TURN:
+            if taken and taken + entries > ENTRIES_PER_TURN:
                 return
             frame, self._next = self._next, None
             if not self.welcomed.done():

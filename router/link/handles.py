@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from cluster.errors import BatonError, InternalError, PeerLostError
-from router.link.connection import ENTRIES_A_TURN
+from router.link.connection import ENTRIES_PER_TURN
 from router.link.handle import HandleLink, LinkHandle, Reader
 from router.link.identity import RouterIdentity
 from router.link.outgoing import Outgoing
@@ -79,41 +79,41 @@ class Handles:
 
     def take(self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]) -> Iterator[None]:
         """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
-        ENTRIES_A_TURN entries. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        ENTRIES_PER_TURN entries. `is_newest`: no other connection has attached the handles since the one of this frame."""
         count = 0
         for number in frame.cancelled:
             self._cancelled(number)
             count += 1
-            if not count % ENTRIES_A_TURN:
+            if not count % ENTRIES_PER_TURN:
                 yield
         for state in frame.states:
             if is_newest():  # answers on an older connection were sent before the handles attached here
                 self._state(state)
             count += 1
-            if not count % ENTRIES_A_TURN:
+            if not count % ENTRIES_PER_TURN:
                 yield
         numbers, tokens = _rows(frame.tokens)
         at = 0
         while at < len(tokens):
-            end = at + ENTRIES_A_TURN - count % ENTRIES_A_TURN
+            end = at + ENTRIES_PER_TURN - count % ENTRIES_PER_TURN
             self._tokens(numbers[at:end], tokens[at:end], now)
             count += min(end, len(tokens)) - at
             at = end
-            if not count % ENTRIES_A_TURN:
+            if not count % ENTRIES_PER_TURN:
                 yield
         for extra in frame.extras:
             self._extra(extra, now)
             count += 1
-            if not count % ENTRIES_A_TURN:
+            if not count % ENTRIES_PER_TURN:
                 yield
         for end_entry in frame.ends:
             self._end(end_entry)
             count += 1
-            if not count % ENTRIES_A_TURN:
+            if not count % ENTRIES_PER_TURN:
                 yield
 
     def take_tokens(self, columns: link_pb2.TokenColumns, now: float) -> None:
-        """Dispatch a frame that has nothing but these, at most ENTRIES_A_TURN."""
+        """Dispatch a frame that has nothing but these, at most ENTRIES_PER_TURN."""
         self._tokens(*_rows(columns), now)
 
     def _tokens(self, numbers: Sequence[int], tokens: Sequence[Token], now: float) -> None:

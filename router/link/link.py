@@ -17,7 +17,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
-from router.link.connection import ENTRIES_A_TURN, Connection
+from router.link.connection import ENTRIES_PER_TURN, Connection
 from router.link.handle import LinkHandle, Reader
 from router.link.handles import Handles
 from router.link.identity import RouterIdentity
@@ -279,11 +279,11 @@ class WorkerLink:
         tokens = len(frame.tokens.handle)
         if tokens or frame.HasField("beat") or frame.extras or frame.ends:
             self._heard = connection.heard
-        if entries == tokens <= ENTRIES_A_TURN:  # the frame of an ordinary step, or a beat
+        if entries == tokens <= ENTRIES_PER_TURN:  # the frame of an ordinary step, or a beat
             self._handles.take_tokens(frame.tokens, self._heard)
             return None
         pieces = self._handles.take(frame, self._heard, lambda: connection is self._connection)
-        if entries > ENTRIES_A_TURN:
+        if entries > ENTRIES_PER_TURN:
             return pieces
         for _ in pieces:
             pass

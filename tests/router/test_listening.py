@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.addresses import listen
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
+from cluster.sockets import listen
 from router.listening import (
     ADDRESS_SHARES,
     QUIET_SECONDS,

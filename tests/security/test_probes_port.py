@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -162,3 +163,83 @@ def test_a_server_without_a_free_thread_goes_on(
             assert b"500" in sock.recv(4096)
         assert answers(server)
     assert httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=30).status_code == 200
+
+
+def asked(server: MetricsServer, said: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer."""
+    with connect(server) as sock:
+        sock.sendall(said)
+        answer = b""
+        while data := sock.recv(65536):
+            answer += data
+    head, end, body = answer.partition(b"\r\n\r\n")
+    assert end
+    return head, body
+
+
+def test_head_is_answered_as_get_without_the_body(server: MetricsServer) -> None:
+    head, body = asked(server, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert body
+    assert asked(server, b"HEAD /ready HTTP/1.1\r\nhost: x\r\n\r\n") == (head, b"")
+
+
+def test_other_methods_are_refused_by_the_standards_status(server: MetricsServer) -> None:
+    head, body = asked(server, b"POST /metrics HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc")
+    assert head.startswith(b"HTTP/1.0 405 ") and b"\r\nAllow: GET, HEAD\r\n" in head and body
+    head, body = asked(server, b"BREW /metrics HTTP/1.1\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 501 ") and body
+
+
+def test_bytes_behind_the_head_do_not_reset_the_answer(server: MetricsServer) -> None:
+    """Also those that arrive after it was sent: closing the socket would discard the answer at its client."""
+    with connect(server) as sock:
+        sock.sendall(b"POST /metrics HTTP/1.1\r\ncontent-length: 200000\r\n\r\n" + bytes(100_000))
+        wait_for(lambda: [one._reads for one in server._server._open] != [0], 30, "it is answered")
+        sock.sendall(bytes(100_000))
+        answer = b""
+        while data := sock.recv(65536):
+            answer += data
+    assert answer.startswith(b"HTTP/1.0 405 ")
+    wait_for(lambda: not server._server._open, 30, "it is closed once the client has closed")
+
+
+@pytest.mark.parametrize("limit", ["LINGER_SECONDS", "LINGER_READS"])
+def test_a_client_that_does_not_close_after_its_answer_is_closed(
+    limit: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short_http, "LINGER_SECONDS", 0.1 if limit == "LINGER_SECONDS" else 600.0)
+    monkeypatch.setattr(short_http, "LINGER_READS", 2)
+    monkeypatch.setattr(short_http, "CONNECTION_SECONDS", 600.0)
+    with connect(server) as sock:
+        sock.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
+        assert ended(sock), "its answer has ended"
+        if limit == "LINGER_READS":
+            sock.sendall(b"x")
+            wait_for(lambda: [one._reads for one in server._server._open] == [1], 30, "it is read")
+            sock.sendall(b"x")
+        wait_for(lambda: not server._server._open, 30, "it is closed")
+
+
+def test_accepting_pauses_as_its_pace_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is tested in tests/cluster/test_accept_pace.py."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    class Pace:
+        def pause_seconds(self) -> float | None:
+            return 12345.0 if not pauses else None
+
+    async def pause(seconds: float) -> None:
+        if seconds > 1000:
+            pauses.append(seconds)
+            seconds = 0
+        await sleep(seconds)
+
+    monkeypatch.setattr(short_http, "AcceptPace", Pace)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    server = MetricsServer("127.0.0.1", 0, CollectorRegistry(), {"ready": list}, {})
+    try:
+        assert answers(server) and answers(server)
+    finally:
+        server.close()
+    assert pauses == [12345.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -18,12 +19,21 @@ from typing import Any
 
 import pytest
 
+from cluster.accept_pace import ACCEPTS_PER_TURN
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
+from cluster.sockets import network_of
 from tests.harness.waiting import wait_for
 from worker.ranks import remote
 from worker.ranks.pipe import RankPipe
-from worker.ranks.remote import RANK_BYTES, SECRETS, RankListener, connect_to_leader, without_secrets
+from worker.ranks.remote import (
+    ACCEPTED,
+    RANK_BYTES,
+    SECRETS,
+    RankListener,
+    connect_to_leader,
+    without_secrets,
+)
 
 
 def rank_bytes(rank: int) -> bytes:
@@ -39,7 +49,7 @@ def test_only_a_peer_with_the_key_is_accepted() -> None:
         pipe.send_bytes(rank_bytes(3))
         there = listening.wait([3])[3]
         there.send_bytes(b"go")
-        assert pipe.recv_bytes() == b"go"
+        assert (pipe.recv_bytes(), pipe.recv_bytes()) == (ACCEPTED, b"go")
         pipe.close()
         there.close()
     finally:
@@ -177,6 +187,7 @@ def test_a_rank_that_was_closed_or_not_answered_tries_again(monkeypatch: pytest.
             deliver_challenge(pipe, key)  # type: ignore[arg-type]
             answer_challenge(pipe, key)  # type: ignore[arg-type]
             ranks.append(pipe.recv_bytes())
+            pipe.send_bytes(ACCEPTED)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         leader = threading.Thread(target=lead, args=(listener,), daemon=True)
@@ -184,6 +195,133 @@ def test_a_rank_that_was_closed_or_not_answered_tries_again(monkeypatch: pytest.
         connect_to_leader(listener.getsockname(), key, 3).close()
         leader.join(10.0)
     assert ranks == [rank_bytes(3)]
+
+
+@pytest.mark.parametrize("ending", ["refused", "ended"])
+def test_a_rank_is_connected_once_its_leader_says_so(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the rank has sent its number: the leader may have ended the handshake by then."""
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.02)
+    key = b"key"
+
+    def lead(listener: socket.socket) -> None:
+        for answer in (None, b"no" if ending == "refused" else None, ACCEPTED):
+            peer = listener.accept()[0]
+            with peer, Connection(os.dup(peer.fileno())) as pipe:
+                deliver_challenge(pipe, key)  # type: ignore[arg-type]
+                answer_challenge(pipe, key)  # type: ignore[arg-type]
+                assert pipe.recv_bytes() == rank_bytes(3)
+                if answer is not None:
+                    pipe.send_bytes(answer)
+                if answer == ACCEPTED:
+                    pipe.send_bytes(b"go")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        leader = threading.Thread(target=lead, args=(listener,), daemon=True)
+        leader.start()
+        with connect_to_leader(listener.getsockname(), key, 3) as pipe:
+            assert pipe.recv_bytes() == b"go"
+        leader.join(10.0)
+
+
+def test_a_rank_whose_leader_does_not_answer_tries_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer's time is the handshake's."""
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
+    silent: list[Any] = []
+    monkeypatch.setattr(RankListener, "_admit_rank", lambda *arguments: silent.append(arguments))
+    listening = RankListener("127.0.0.1", "w")
+    try:
+        monkeypatch.setattr(remote, "START_SECONDS", 0.3)
+        with pytest.raises(SetupError, match="rank 3 did not reach its leader"):
+            connect_to_leader(listening.address, listening.key, 3)
+        assert len(silent) > 1
+    finally:
+        listening.close()
+
+
+def test_an_accepted_ranks_handshake_is_not_ended_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = RankListener("127.0.0.1", "w")
+    end = listening._end
+
+    def end_late(peer: socket.socket) -> None:
+        """Its limit runs out before its thread has ended."""
+        listening._handshakes.update(dict.fromkeys(listening._handshakes, 0.0))
+        listening._end_overdue()
+        end(peer)
+
+    monkeypatch.setattr(listening, "_end", end_late)
+    try:
+        with connect_to_leader(listening.address, listening.key, 3) as pipe, listening.wait([3])[3] as there:
+            there.send_bytes(b"go")
+            assert pipe.recv_bytes() == b"go"
+    finally:
+        listening.close()
+
+
+def test_handshakes_begin_by_addresses_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood from another address that waits to be accepted delays a rank by a few handshakes only."""
+    all_wait = threading.Event()
+    began: list[str] = []
+
+    def address_of(peer: socket.socket) -> str:
+        assert all_wait.wait(30.0)
+        return network_of(peer)
+
+    def admit(listening: RankListener, peer: socket.socket, connection: Any) -> None:
+        began.append(network_of(peer))
+        connection.close()
+        listening._end(peer)
+
+    monkeypatch.setattr(remote, "network_of", address_of)
+    monkeypatch.setattr(RankListener, "_admit", admit)
+    listening = RankListener("127.0.0.1", "w")
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                source = ("127.0.0.2", 0)
+                stack.enter_context(socket.create_connection(listening.address, source_address=source))
+            stack.enter_context(socket.create_connection(listening.address))
+            all_wait.set()
+            wait_for(lambda: "127.0.0.1" in began, 30.0, "the rank's handshake begins")
+            assert began.index("127.0.0.1") <= 200 // ACCEPTS_PER_TURN + 3
+    finally:
+        listening.close()
+
+
+def test_connections_that_wait_begin_although_none_can_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the descriptors that accepting lacks."""
+    monkeypatch.setattr(remote, "LOOK_SECONDS", 0.01)
+    accept = socket.socket.accept
+
+    def accept_first(port: socket.socket) -> Any:
+        if listening._waiting:
+            raise OSError(errno.EMFILE, "no descriptor is free")
+        return accept(port)
+
+    listening = RankListener("127.0.0.1", "w")
+    monkeypatch.setattr(socket.socket, "accept", accept_first)
+    monkeypatch.setattr(remote, "START_SECONDS", 5.0)
+    try:
+        connect_to_leader(listening.address, listening.key, 3).close()
+        listening.wait([3])[3].close()
+    finally:
+        listening.close()
+
+
+def test_a_crowd_that_waits_for_its_handshakes_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_WAITING", 3)
+    monkeypatch.setattr(RankListener, "_begin_next", lambda listening: None)
+    listening = RankListener("127.0.0.1", "w")
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(socket.create_connection(listening.address))
+        flood = [
+            stack.enter_context(socket.create_connection(listening.address, source_address=("127.0.0.2", 0)))
+            for _ in range(8)
+        ]
+        assert all(ended(one) for one in flood[:6])
+        assert listening._waiting.count("127.0.0.1") == 1 and len(listening._waiting) == 3
+        listening.close()
+        assert ended(rank) and all(ended(one) for one in flood[6:])
 
 
 def test_a_rank_gives_its_leader_up_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +380,7 @@ def test_a_closed_listener_keeps_no_peer() -> None:
         )
         listening.close()
         assert ended(silent)
+        assert pipe.recv_bytes() == ACCEPTED
         assert pipe.poll(10.0)
         with pytest.raises((EOFError, ConnectionError)):
             pipe.recv_bytes()

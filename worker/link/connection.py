@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from cluster.addresses import network_of
 from cluster.errors import BatonError
 from cluster.faults.points import Act, FaultPoint
 from cluster.protocol.link import (
@@ -23,7 +22,7 @@ from cluster.protocol.link import (
 )
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from cluster.security.peer_names import ROUTER_NAME, names_of
-from cluster.sockets import readable
+from cluster.sockets import network_of, readable
 from worker.link.session import Session, State
 from worker.link.turns import Dispatching, Handshakes
 

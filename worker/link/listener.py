@@ -9,14 +9,15 @@ import logging
 import socket
 from collections.abc import Callable
 
-from cluster.addresses import join, listen, network_of
+from cluster.addresses import join
 from cluster.errors import ConfigError
 from cluster.faults.points import NO_FAULTS, Faults, Point
-from cluster.open_connections import OpenConnections
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.protocol.times import BEAT_SECONDS
 from cluster.security.tls import Peers
+from cluster.sockets import listen
 from worker.link.connection import CLOSE_SECONDS, Connection
+from worker.link.open_links import OpenLinks
 from worker.link.routers import Routers
 from worker.link.session import Session, WorkerFacts
 from worker.link.turns import Dispatching, Handshakes
@@ -25,8 +26,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024  # one of each router process; handshakes included
 PAUSE_SECONDS = 0.1  # after an accept that failed: no descriptor is free
 BACKLOG = 256
-ACCEPTS_A_TURN = 16  # while connections wait to be accepted, nothing else would get a turn
-ADDRESS_SHARES = 8  # links of an address beyond this part of all make room for those of others
+ACCEPTS_PER_TURN = 16  # while connections wait to be accepted, nothing else would get a turn
 LOG_SECONDS = 10.0  # between two lines about a full port
 
 
@@ -41,13 +41,9 @@ class LinkListener:
         self._socket: socket.socket | None = None
         self.handshakes = Handshakes()
         self.dispatching = Dispatching()
-        self._connections: dict[Connection, None] = {}  # oldest first
-        # Those of them that are not a router's link, and those that are
-        self._opening: OpenConnections[Connection] = OpenConnections(MAX_CONNECTIONS)
-        self._links: OpenConnections[Connection] = OpenConnections(MAX_CONNECTIONS)
+        self._open: OpenLinks[Connection] = OpenLinks(min(MAX_CONNECTIONS, free_for_connections(raised())))
         self._accepting: asyncio.Task[None] | None = None
         self._renewing: asyncio.TimerHandle | None = None
-        self._most = min(MAX_CONNECTIONS, free_for_connections(raised()))
         self._logged = -LOG_SECONDS
         self._closed: asyncio.Event | None = None  # at the end: no link is open any more
 
@@ -86,29 +82,17 @@ class LinkListener:
                 log.debug("a link was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            if len(self._connections) < self._most or self._make_room(network_of(accepted)):
-                made = Connection(session, self, accepted, context, self._at_frame)
-                self._connections[made] = None
-                self._opening.add(made, made.address)
-            else:
-                accepted.close()
-            if not accepts % ACCEPTS_A_TURN:
+            made = Connection(session, self, accepted, context, self._at_frame)
+            excess = self._open.add(made, made.address)
+            if excess is not None:
+                self._evicted(excess, made)
+            if not accepts % ACCEPTS_PER_TURN:
                 await asyncio.sleep(0)
 
-    def _make_room(self, address: str) -> bool:
-        """Close a connection for a new one of `address`: the oldest that is not its router's link, of the address with the
-        most; where all are links, the newest of the address with the most if those are more than its share."""
-        if self._opening:
-            excess = self._opening.give_up_one()
-        else:
+    def _evicted(self, connection: Connection, new: Connection) -> None:
+        if connection is new or connection.settled:
             self._log_full()
-            most = self._links.most
-            if most <= self._most // ADDRESS_SHARES or self._links.count(address) + 1 >= most:
-                return False
-            excess = self._links.give_up_newest()
-        self.forget(excess)
-        excess.abort()
-        return True
+        connection.abort()
 
     def _log_full(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -116,34 +100,26 @@ class LinkListener:
             self._logged = now
             log.warning(
                 "links of routers are refused or closed: %d are open, and no more may be; one address has %d",
-                self._most,
-                self._links.most,
+                self._open.limit,
+                self._open.links.most,
             )
 
     # --- worker.link.connection.Port -----------------------------------------------------------------------
 
     def forget(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
-        self._opening.discard(connection)
-        self._links.discard(connection)
-        if self._closed is not None and not self._connections:
+        self._open.discard(connection)
+        if self._closed is not None and not self._open:
             self._closed.set()
 
     def settled(self, connection: Connection) -> None:
-        if connection not in self._connections:
-            return
-        before, now = self._opening, self._links
-        if not connection.settled:
-            before, now = now, before
-        before.discard(connection)
-        now.add(connection, connection.address)
+        self._open.settle(connection, connection.address, is_link=connection.settled)
 
     # -------------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
         """Certificates that have changed: the links that the old ones opened move to new ones."""
         if self._context is not None and self._context.refresh():
-            for connection in self._connections:
+            for connection in self._open:
                 connection.leave_soon()
         self._renewing = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._renew)
 
@@ -157,12 +133,12 @@ class LinkListener:
                 await self._accepting
         if self._socket is not None:
             self._socket.close()
-        for connection in list(self._connections):
+        for connection in list(self._open):
             connection.end()
-        if self._connections:
+        if self._open:
             self._closed = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), CLOSE_SECONDS)
-        for connection in list(self._connections):
+        for connection in list(self._open):
             connection.abort()
         await asyncio.sleep(0)

@@ -21,7 +21,7 @@ from wire import link_pb2
 from worker.link.handle import Handle
 from worker.link.outgoing import Outgoing
 from worker.link.routers import Routers
-from worker.link.turns import ENTRIES_A_TURN, ENTRIES_AT_ONCE
+from worker.link.turns import ENTRIES_AT_ONCE, ENTRIES_PER_TURN
 
 PIECE_BYTES = (
     4 * ENTRIES_AT_ONCE
@@ -110,7 +110,7 @@ class Session:
         """Nothing more should be taken in: frames wait to be dispatched."""
         return bool(self._unread) or self._dispatching is not None
 
-    def read(self, entries: int = ENTRIES_A_TURN) -> bool:
+    def read(self, entries: int = ENTRIES_PER_TURN) -> bool:
         """Dispatch up to `entries`; `taken` is how many. True: call again. False: everything is dispatched, or waits until
         the router has read its answers.
 

@@ -14,9 +14,9 @@ from cluster.open_connections import OpenConnections
 from cluster.round_robin import RoundRobin
 
 # Most of a handshake's work is done in the turn in which it begins.
-HANDSHAKES_A_TURN = 4
-MAX_HANDSHAKES = 256  # at a time; beyond, the oldest of the address with the most is cancelled
-ENTRIES_A_TURN = 512  # of frames of all links: an empty frame counts as one
+HANDSHAKES_PER_TURN = 4
+MAX_HANDSHAKES = 256  # at a time
+ENTRIES_PER_TURN = 512  # of frames of all links: an empty frame counts as one
 ENTRIES_AT_ONCE = 64  # of a link before the next one's turn
 
 
@@ -27,7 +27,8 @@ class Handshakes:
 
     @asynccontextmanager
     async def turn(self, address: str) -> AsyncIterator[None]:
-        """Wait for a turn, which ends with the block. The task is cancelled where too many have one."""
+        """Wait for a turn, which ends with the block. Where too many have one, the task that OpenConnections evicts is
+        cancelled."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         if not self._waiting:
@@ -46,7 +47,7 @@ class Handshakes:
 
     def _begin(self) -> None:
         begun = 0
-        while self._waiting and begun < HANDSHAKES_A_TURN:
+        while self._waiting and begun < HANDSHAKES_PER_TURN:
             turn = self._waiting.pop()
             if not turn.done():  # its connection is closed
                 turn.set_result(None)
@@ -67,7 +68,7 @@ class Dispatching:
 
     def __init__(self) -> None:
         self._waiting: RoundRobin[Link] = RoundRobin()
-        self._left = ENTRIES_A_TURN  # in this turn of the loop
+        self._left = ENTRIES_PER_TURN  # in this turn of the loop
         self._scheduled = False
 
     def push(self, link: Link) -> None:
@@ -91,7 +92,7 @@ class Dispatching:
 
     def _turn(self) -> None:
         self._scheduled = False
-        self._left = ENTRIES_A_TURN
+        self._left = ENTRIES_PER_TURN
         try:
             while self._waiting and self._left > 0:
                 self._dispatch(self._waiting.pop())

@@ -19,11 +19,14 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from cluster.addresses import advertised, join, network_of, source_address
+from cluster.accept_pace import AcceptPace
+from cluster.addresses import advertised, join, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.open_connections import OpenConnections
 from cluster.ray_head import call_ray, within
+from cluster.round_robin import CountedRoundRobin
+from cluster.sockets import network_of
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
@@ -39,11 +42,12 @@ SECRETS = {
 LOOK_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
 KILL_SECONDS = 2.0
-MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest of the address with the most
+MAX_HANDSHAKES = 64  # at the same time: each has a thread
+MAX_WAITING = 256  # connections whose handshake has not begun
 BACKLOG = 1024
-PAUSE_SECONDS = 0.002  # between two accepts while there are so many: each starts a thread
 RETRY_SECONDS = 0.5  # of a rank
 RANK_BYTES = 4
+ACCEPTED = b"accepted"  # the leader's answer to a rank's number
 
 
 def connect_to_leader(leader: tuple[str, int], key: bytes, rank: int) -> Connection:
@@ -83,6 +87,8 @@ def _handshake(leader: tuple[str, int], key: bytes, rank: int, seconds: float) -
             answer_challenge(connection, key)
             deliver_challenge(connection, key)
             connection.send_bytes(rank.to_bytes(RANK_BYTES, "big"))
+            if connection.recv_bytes(len(ACCEPTED)) != ACCEPTED:
+                raise OSError("the leader did not accept this rank")
         except BaseException:
             connection.close()
             raise
@@ -98,8 +104,8 @@ def _handshake(leader: tuple[str, int], key: bytes, rank: int, seconds: float) -
 class RankListener:
     """The port at which ranks on other nodes connect to their leader, until `close`.
 
-    A rank proves that it has the key that came with its actor. Handshakes are bounded in time and, until then, in number:
-    addresses share it. Nothing that a peer sends is unpickled.
+    A rank proves that it has the key that came with its actor, and the leader accepts it. Handshakes are bounded in time
+    and, until the proof, in number: addresses share it, and take turns to begin. Nothing that a peer sends is unpickled.
     """
 
     def __init__(self, host: str, worker_id: str):
@@ -107,8 +113,8 @@ class RankListener:
         self._worker_id = worker_id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self._listener.settimeout(LOOK_SECONDS)
         self._connected: queue.Queue[tuple[int, Connection]] = queue.Queue()
+        self._waiting: CountedRoundRobin[socket.socket] = CountedRoundRobin()  # of the accepting thread alone
         self._lock = threading.Lock()
         self._handshakes: dict[socket.socket, float] = {}  # the time limit of each
         # Those whose peer has not proved yet that it has the key
@@ -123,37 +129,61 @@ class RankListener:
         return str(host), int(port)
 
     def _accept(self) -> None:
+        pace = AcceptPace()
         while not self._closed:
             self._end_overdue()
             try:
+                self._listener.settimeout(0.0 if self._waiting else LOOK_SECONDS)
                 peer, _ = self._listener.accept()
-                connection: Any = Connection(os.dup(peer.fileno()))
-            except (TimeoutError, ConnectionError):  # none connected, or it closed before accept
+            except (TimeoutError, BlockingIOError):
+                self._begin_next()
+                continue
+            except ConnectionError:  # it closed before accept
                 continue
             except OSError as error:
                 if not self._closed:  # no descriptor is free, for example
                     log.warning("%s: the port for ranks does not accept: %s", self._worker_id, error)
                     time.sleep(LOOK_SECONDS)
+                    self._begin_next()  # which frees descriptors
                 continue
             peer.settimeout(None)
-            if not self._begin(peer):
-                peer.close()
-                connection.close()
-                return
-            try:
-                threading.Thread(
-                    target=self._admit, args=(peer, connection), name="rank-handshake", daemon=True
-                ).start()
-            except RuntimeError as error:  # the system has no thread left
-                self._log_refused(error)
-                self._end(peer)
-                connection.close()
-                time.sleep(PAUSE_SECONDS)
-            if len(self._unproven) >= MAX_HANDSHAKES:
-                time.sleep(PAUSE_SECONDS)
+            self._waiting.push(network_of(peer), peer)
+            if len(self._waiting) > MAX_WAITING:
+                self._waiting.pop_oldest_of_most().close()
+            pause = pace.pause_seconds()
+            if pause is not None:
+                time.sleep(pause)
+                self._begin_next()
+        while self._waiting:
+            self._waiting.pop().close()
+
+    def _begin_next(self) -> None:
+        """Begin the handshake of a connection that waits."""
+        if not self._waiting:
+            return
+        peer = self._waiting.pop()
+        try:
+            connection: Any = Connection(os.dup(peer.fileno()))
+        except OSError as error:  # no descriptor is free
+            self._log_refused(error)
+            peer.close()
+            return
+        if not self._begin(peer):
+            peer.close()
+            connection.close()
+            return
+        try:
+            threading.Thread(
+                target=self._admit, args=(peer, connection), name="rank-handshake", daemon=True
+            ).start()
+        except RuntimeError as error:  # the system has no thread left
+            self._log_refused(error)
+            self._end(peer)
+            connection.close()
 
     def _begin(self, peer: socket.socket) -> bool:
-        """Count a handshake, and end another where there are too many. False: the listener is closed."""
+        """Count a handshake, and end the one that OpenConnections names where there are too many. False: the listener is
+        closed."""
         address = network_of(peer)
         with self._lock:
             if self._closed:
@@ -166,7 +196,7 @@ class RankListener:
 
     def _end(self, peer: socket.socket) -> None:
         with self._lock:
-            del self._handshakes[peer]
+            self._handshakes.pop(peer, None)
             self._unproven.discard(peer)
             peer.close()
 
@@ -185,18 +215,23 @@ class RankListener:
             with self._lock:  # before the rank counts its handshake as done
                 self._unproven.discard(peer)
             answer_challenge(connection, self.key)
-            rank = int.from_bytes(connection.recv_bytes(RANK_BYTES), "big")
+            self._admit_rank(peer, connection, int.from_bytes(connection.recv_bytes(RANK_BYTES), "big"))
         except (AuthenticationError, EOFError, OSError) as error:
             self._log_refused(error)
             connection.close()
-        else:
-            with self._lock:
-                if not self._closed:
-                    self._connected.put((rank, connection))
-                    return
-            connection.close()
         finally:
             self._end(peer)
+
+    def _admit_rank(self, peer: socket.socket, connection: Any, rank: int) -> None:
+        """Accept a rank, which counts itself as connected only now. Raises OSError: it has left, or its handshake was
+        ended."""
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return
+            connection.send_bytes(ACCEPTED)
+            del self._handshakes[peer]  # its time limit ends with this answer
+            self._connected.put((rank, connection))
 
     def _log_refused(self, error: Exception) -> None:
         """Anyone may connect, and lines for all would fill the log."""

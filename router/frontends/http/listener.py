@@ -3,7 +3,9 @@
     accepted ──first bytes──► ready ──► TLS handshake ──► protocol, whose limits hold from there on
         │ silent for too long               │ too slow
         ▼                                   ▼
-    closed                               closed           if there are too many of either, the oldest is closed
+    closed                               closed
+
+Where too many are silent, the oldest is closed; of too many handshakes, the one that OpenConnections evicts.
 
 A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, one of
 the tenant or address with the most gets 429 (router/frontends/http/ready.py).
@@ -17,21 +19,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import socket
 from typing import Any
 
 import uvicorn
 
 from cluster.errors import OverloadedError
+from cluster.open_connections import OpenConnections
 from cluster.security.key_file import ApiKeys
-from cluster.sockets import readable
+from cluster.sockets import network_of, readable
 from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.ready import ReadyConnections
 from router.listening import accepted_all, refuse_connections
 
-MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
+MAX_HANDSHAKES = 256  # with TLS, at a time
 LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
@@ -67,7 +71,9 @@ class HttpServer(uvicorn.Server):
         self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
         # Their first bytes have arrived
         self._ready = ReadyConnections(None if config.is_ssl else keys, max_silent)
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._handshakes: OpenConnections[asyncio.Task[None]] = OpenConnections(
+            MAX_HANDSHAKES if config.is_ssl else math.inf
+        )
         text = f"{max_silent} connections wait to be opened at this router, and this client has the most; try again"
         self._refusal = closing_answer(429, OverloadedError(text, limit=str(max_silent)))
 
@@ -183,12 +189,10 @@ class HttpServer(uvicorn.Server):
                 continue
             most -= 1
             task = loop.create_task(self._open(connection))
-            self._handshakes[task] = None
-            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-            if self.config.ssl and len(self._handshakes) > MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                oldest.cancel()
+            task.add_done_callback(self._handshakes.discard)
+            excess = self._handshakes.add(task, network_of(connection))
+            if excess is not None:
+                excess.cancel()
         if self._ready:
             loop.call_soon(self._open_ready)
 

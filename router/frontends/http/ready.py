@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 import socket
 
-from cluster.addresses import network_of
 from cluster.errors import UnauthenticatedError
 from cluster.round_robin import CountedRoundRobin
 from cluster.security.key_file import ApiKeys
+from cluster.sockets import network_of
 
 # Of a request's head, where clients send their key; one that comes later is found by the gate alone
 HEAD_BYTES = 2048

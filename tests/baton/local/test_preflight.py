@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from baton.local import preflight
 from baton.local.model_directory import check_directory, check_place
 from baton.local.options import UpOptions
-from cluster import addresses
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
+from cluster.sockets import listen
 from engine.model.preflight import least_bytes, read_model
 
 
@@ -40,7 +40,7 @@ def free_ports(count: int = 4) -> int:
 def test_ports_on_every_form_of_host(host, model):
     if ":" in host:
         try:
-            addresses.listen("::1", 0, 1).close()
+            listen("::1", 0, 1).close()
         except OSError:
             pytest.skip("no IPv6 here")
     first = free_ports()

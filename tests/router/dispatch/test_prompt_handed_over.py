@@ -17,7 +17,7 @@ from cluster.errors import PeerLostError
 from router.dispatch import dispatcher
 from router.dispatch.attempt_events import Source
 from router.dispatch.batch_queue import BatchQueue
-from router.dispatch.held_answer import TOKENS_A_TURN, HeldAnswer
+from router.dispatch.held_answer import TOKENS_PER_TURN, HeldAnswer
 from router.link.handle import Reader
 from router.placement.calibration import Calibration
 from router.request.completion import Completion
@@ -302,15 +302,15 @@ async def test_a_failed_token_of_a_held_answer_ends_the_attempt(text):
 
     def take(token: Any) -> None:
         taken.append(token.position)
-        if len(taken) == TOKENS_A_TURN + 1:
+        if len(taken) == TOKENS_PER_TURN + 1:
             raise AttributeError("a fault")
 
     held = HeldAnswer(take, lambda _: None, lambda error: broken.append(str(error)))
     for position in [*range(50), *range(100)]:  # a link that broke repeats some
         assert held.holds(common_pb2.Token(position=position))
     held.prompt_complete()
-    assert taken == list(range(TOKENS_A_TURN)), "each once"
-    assert len(taken) == TOKENS_A_TURN and held.holds(common_pb2.Token(position=100))
+    assert taken == list(range(TOKENS_PER_TURN)), "each once"
+    assert len(taken) == TOKENS_PER_TURN and held.holds(common_pb2.Token(position=100))
     await asyncio.sleep(0.01)
     assert broken == ["AttributeError: a fault"]
 

@@ -220,7 +220,7 @@ async def test_a_removed_authority_opens_nothing_and_keeps_nothing(secured, auth
     await asyncio.sleep(0.3)
     assert secured.serial == 0 and not any(
         one._transport is not None and not one._transport.is_closing()
-        for one in secured.worker._listener._connections
+        for one in secured.worker._listener._open
     )
 
 

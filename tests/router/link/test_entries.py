@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import PeerLostError
-from router.link.connection import ENTRIES_A_TURN, entries_of
+from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, tokens
@@ -42,7 +42,7 @@ async def test_a_turn_of_the_loop_handles_a_bounded_number_of_entries(pair):
     loop.call_soon(next_turn)
     connection.data_received(b"".join(waiting))
     await until(lambda: taken == made, "all came")
-    assert made > 700 and max(turns) <= ENTRIES_A_TURN and len(turns) < 20
+    assert made > 700 and max(turns) <= ENTRIES_PER_TURN and len(turns) < 20
 
 
 async def test_a_reader_that_fails_when_it_attaches_ends_alone(pair):

@@ -171,12 +171,12 @@ async def test_a_link_moves_and_loses_nothing(pair):
     for turn in range(5):
         tokens(one.log, 40 * turn, 20)
         older = pair.link._connection
-        (connection,) = pair.worker._listener._connections
+        (connection,) = pair.worker._listener._open
         connection.leave_soon()
         connection._tick()
         await until(lambda older=older: pair.link._connection is not older, "it moved")
         tokens(one.log, 40 * turn + 20, 20)
-        await until(lambda: len(pair.worker._listener._connections) == 1, "the older one is closed")
+        await until(lambda: len(pair.worker._listener._open) == 1, "the older one is closed")
     await until(lambda: len(one.tokens[0]) == 200, "all came")
     assert one.tokens == [list(range(200))] and one.error is None
     assert not pair.worker.cancelled
@@ -191,7 +191,7 @@ async def test_an_older_link_does_not_take_handles_back(pair):
     with contextlib.suppress(OSError, PeerLostError):  # closed before or behind its welcome
         await link._opener.greet(link)
     await asyncio.sleep(0.2)
-    assert len(pair.worker._listener._connections) == 1
+    assert len(pair.worker._listener._open) == 1
     identity.next_serial = serial
     tokens(one.log, 0, 2)
     await until(lambda: one.tokens == [[0, 1]], "the newest goes on")
@@ -202,7 +202,7 @@ async def test_a_slow_router_gets_steps_merged_and_holds_one_frame(pair):
     many = [pair.read() for _ in range(40)]
     await pair.up()
     pair.link._connection._transport.pause_reading()
-    (connection,) = pair.worker._listener._connections
+    (connection,) = pair.worker._listener._open
     for step in range(200):
         for one in many:
             tokens(one.log, step, 1)
@@ -281,5 +281,5 @@ async def test_links_of_workers_that_are_gone_close_once_nothing_is_read(pair):
     end(one.log)
     await until(lambda: one.end is not None, "it ended")
     pair.links.keep_only([])
-    await until(lambda: not pair.worker._listener._connections, "it is closed")
+    await until(lambda: not pair.worker._listener._open, "it is closed")
     assert isinstance(pair, Pair)

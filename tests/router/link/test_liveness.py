@@ -77,7 +77,7 @@ async def test_a_silent_router_is_detached_and_its_attempts_end(pair, monkeypatc
 async def test_a_worker_that_was_stopped_keeps_its_routers(pair):
     one = pair.read()
     await pair.up()
-    (connection,) = pair.worker._listener._connections
+    (connection,) = pair.worker._listener._open
     connection._timer.cancel()
     connection._due -= 10
     connection._heard -= 10

@@ -13,7 +13,7 @@ from cluster.errors import PeerLostError
 from cluster.link.framing import MAX_FRAME_BYTES, to_frame
 from router.link import links as all_links
 from router.link import outgoing
-from router.link.connection import ENTRIES_A_TURN, FRAMES_A_TURN, entries_of
+from router.link.connection import ENTRIES_PER_TURN, FRAMES_PER_TURN, entries_of
 from router.link.links import Links
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
@@ -165,12 +165,12 @@ async def test_a_worker_that_beats_and_does_not_read_is_lost(lying, pair, monkey
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame(cancelled=range(4 * ENTRIES_A_TURN)),
-        Frame(states=[link_pb2.HandleState(handle=n) for n in range(1000, 1000 + 4 * ENTRIES_A_TURN)]),
-        Frame(ends=[link_pb2.HandleEnd(handle=n) for n in range(1000, 1000 + 4 * ENTRIES_A_TURN)]),
+        Frame(cancelled=range(4 * ENTRIES_PER_TURN)),
+        Frame(states=[link_pb2.HandleState(handle=n) for n in range(1000, 1000 + 4 * ENTRIES_PER_TURN)]),
+        Frame(ends=[link_pb2.HandleEnd(handle=n) for n in range(1000, 1000 + 4 * ENTRIES_PER_TURN)]),
         Frame(
             tokens=link_pb2.TokenColumns(
-                **{c: [1] * 4 * ENTRIES_A_TURN for c in ("handle", "choice", "position", "token_id")}
+                **{c: [1] * 4 * ENTRIES_PER_TURN for c in ("handle", "choice", "position", "token_id")}
             )
         ),
     ],
@@ -197,9 +197,9 @@ async def test_many_small_frames_take_several_turns(pair):
         return take(*given)
 
     pair.link.take = counted
-    connection.data_received(to_frame(Frame()) * (4 * FRAMES_A_TURN))
-    assert taken <= FRAMES_A_TURN and connection._paused
-    await until(lambda: taken >= 4 * FRAMES_A_TURN, "the rest comes")
+    connection.data_received(to_frame(Frame()) * (4 * FRAMES_PER_TURN))
+    assert taken <= FRAMES_PER_TURN and connection._paused
+    await until(lambda: taken >= 4 * FRAMES_PER_TURN, "the rest comes")
     await until(lambda: not connection._paused, "it reads on")
     assert pair.links.up() == 1
 

@@ -45,7 +45,7 @@ class Attacked:
 
     @property
     def open(self) -> int:
-        return len(self.listener._connections)
+        return len(self.listener._open)
 
     async def start(self) -> None:
         await self.worker.start()

@@ -22,10 +22,10 @@ from cluster.security.peer_names import WORKER_NAME
 from router.link.links import Links
 from tests.harness.waiting import until
 from tests.router.link.conftest import Reading, info
-from tests.security.attacks.link_peer import Attacked, peers
+from tests.security.attacks.link_peer import Attacked, Peer, peers
 from wire import link_pb2
 from worker.link import connection, listener, session
-from worker.link.turns import HANDSHAKES_A_TURN
+from worker.link.turns import HANDSHAKES_PER_TURN
 
 Frame = link_pb2.RouterFrame
 LIMIT = 8
@@ -149,7 +149,7 @@ async def test_frames_faster_than_the_worker_reads(frame: Frame, attacked: Attac
         while not flooding.done():
             await attacked.check_well()
             await asyncio.sleep(0.05)
-        for one in attacked.listener._connections:
+        for one in attacked.listener._open:
             assert len(one._session._unread) <= session.PIECE_BYTES // 4, (
                 "frames are cut as they are dispatched"
             )
@@ -178,7 +178,7 @@ async def test_a_worker_that_stops_waits_briefly_for_answers_to_be_read() -> Non
         await peer.greet()
         asked = to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000)))
         flooding = asyncio.create_task(peer.flood(asked + to_frame(Frame(beat=True)), 60.0))
-        link = list(made.listener._connections)[-1]
+        link = list(made.listener._open.links)[-1]
         await until(lambda: link._transport.get_write_buffer_size() > 0, "answers wait", 30)
         async with asyncio.timeout(5):
             await made.stop()
@@ -191,7 +191,7 @@ async def test_a_worker_that_stops_waits_briefly_for_answers_to_be_read() -> Non
 
 async def test_silent_connections_make_room(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of them keep no router out: the oldest that is no router's link is closed for the next one."""
-    monkeypatch.setattr(attacked.listener, "_most", LIMIT)
+    monkeypatch.setattr(attacked.listener._open, "limit", LIMIT)
     host, port = split(attacked.worker.address)
     with contextlib.ExitStack() as stack:
         for _ in range(40 * LIMIT):
@@ -205,7 +205,7 @@ async def test_silent_connections_make_room(attacked: Attacked, monkeypatch: pyt
             for one in psutil.Process().net_connections("tcp")
             if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
         ]
-        assert len(held) <= LIMIT + listener.ACCEPTS_A_TURN
+        assert len(held) <= LIMIT + listener.ACCEPTS_PER_TURN
         assert not attacked.listener.handshakes._running, "none of them has taken a handshake's turn"
         await check_another_router(attacked)
 
@@ -217,21 +217,27 @@ async def check_another_router(attacked: Attacked) -> None:
     await other.close()
 
 
+async def linked(
+    attacked: Attacked, stack: contextlib.AsyncExitStack, address: str, count: int
+) -> list[Peer]:
+    """So many links of one address."""
+    peers = []
+    for number in range(count):
+        peer = await stack.enter_async_context(attacked.attacker(address=address))
+        hello = attacked.hello(incarnation=number + 100)
+        peer.send(hello, Frame(attach_done=link_pb2.AttachDone(next_handle=1)))
+        peers.append(peer)
+    return peers
+
+
 async def test_links_of_one_address_keep_no_other_router_out(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be as many as there is room for, and make room for those of others."""
-    monkeypatch.setattr(attacked.listener, "_most", LIMIT)
+    monkeypatch.setattr(attacked.listener._open, "limit", LIMIT)
     async with contextlib.AsyncExitStack() as stack:
-        crowd = []
-        for number in range(LIMIT - 1):
-            peer = await stack.enter_async_context(attacked.attacker(address="127.0.0.2"))
-            peer.send(
-                attacked.hello(incarnation=number + 100),
-                Frame(attach_done=link_pb2.AttachDone(next_handle=1)),
-            )
-            crowd.append(peer)
-        await until(lambda: len(attacked.listener._links) == LIMIT, "all of them are links")
+        crowd = await linked(attacked, stack, "127.0.0.2", LIMIT - 1)
+        await until(lambda: len(attacked.listener._open.links) == LIMIT, "all of them are links")
 
         async def beat() -> None:
             while True:
@@ -243,7 +249,31 @@ async def test_links_of_one_address_keep_no_other_router_out(
         await check_another_router(attacked)
         await crowd[-1].closed(5)  # the newest
         beating.cancel()
-        assert attacked.listener._links.count("127.0.0.2") == LIMIT - 2
+        assert attacked.listener._open.links.count("127.0.0.2") == LIMIT - 2
+
+
+@pytest.mark.parametrize("places", [1, 2])
+async def test_a_flood_closes_no_opening_router_where_links_leave_few_places(
+    places: int, attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The links are the flooding address's own."""
+    monkeypatch.setattr(attacked.listener._open, "limit", LIMIT)
+    async with contextlib.AsyncExitStack() as stack:
+        await linked(attacked, stack, "127.0.0.2", LIMIT - 1 - places)
+        await until(lambda: len(attacked.listener._open.links) == LIMIT - places, "all of them are links")
+        opening = await stack.enter_async_context(attacked.attacker(address="127.0.0.3"))
+        opening.send(attacked.hello())
+        assert await opening.read(), "it is welcomed"
+        host, port = split(attacked.worker.address)
+        flood = []
+        for _ in range(LIMIT):
+            reader, writer = await asyncio.open_connection(host, port, local_addr=("127.0.0.2", 0))
+            stack.callback(writer.close)
+            flood.append(reader)
+        for reader in flood[:-1]:
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        opening.send(Frame(attach_done=link_pb2.AttachDone(next_handle=1)))
+        await until(lambda: attacked.listener._open.links.count("127.0.0.3") == 1, "its link comes up")
 
 
 async def test_a_refusal_names_neither_the_worker_nor_its_epoch() -> None:
@@ -263,7 +293,7 @@ async def test_a_refusal_names_neither_the_worker_nor_its_epoch() -> None:
 async def test_links_of_routers_are_not_closed_for_others(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attacked.listener, "_most", 1)
+    monkeypatch.setattr(attacked.listener._open, "limit", 1)
     host, port = split(attacked.worker.address)
     for _ in range(20):
         reader, writer = await asyncio.open_connection(host, port)
@@ -289,7 +319,7 @@ async def test_accepting_a_crowd_leaves_others_their_turns(attacked: Attacked) -
             silent.connect((host, port))
         loop.call_soon(turn)
         await until(lambda: attacked.open >= 200, "all are accepted", 10)
-        assert turns >= 200 // listener.ACCEPTS_A_TURN
+        assert turns >= 200 // listener.ACCEPTS_PER_TURN
 
 
 async def test_handshakes_of_a_crowd_leave_others_their_turns(certs: Path) -> None:
@@ -323,7 +353,7 @@ async def test_handshakes_of_a_crowd_leave_others_their_turns(certs: Path) -> No
             sock.sendall(outgoing.read())
         loop.call_soon(next_turn)
         await until(lambda: len(turns) == CROWD, "all handshakes have begun", 10)
-    assert max(Counter(turns).values()) <= 2 * HANDSHAKES_A_TURN
+    assert max(Counter(turns).values()) <= 2 * HANDSHAKES_PER_TURN
     await attacked.check_well()
     await attacked.stop()
 

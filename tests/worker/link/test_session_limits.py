@@ -11,9 +11,9 @@ from worker.link import outgoing, routers, session
 from worker.link.handle import Handle
 from worker.link.routers import Routers
 from worker.link.session import Session, State
-from worker.link.turns import ENTRIES_A_TURN
+from worker.link.turns import ENTRIES_PER_TURN
 
-TURN = ENTRIES_A_TURN
+TURN = ENTRIES_PER_TURN
 Frame = link_pb2.RouterFrame
 
 
@@ -126,7 +126,7 @@ async def test_bytes_are_cut_into_frames_as_they_are_dispatched():
     for part in (data[:half], data[half:]):
         link.received(part)
         assert len(link._unread) <= session.PIECE_BYTES // 4
-    assert not link.read(10) or link.taken == 10
+    assert link.read(10) and link.taken == 10
     taken = link.taken
     while link.read(100):
         taken += link.taken

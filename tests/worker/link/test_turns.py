@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from worker.link import turns
-from worker.link.turns import ENTRIES_A_TURN, HANDSHAKES_A_TURN, Dispatching, Handshakes
+from worker.link.turns import ENTRIES_PER_TURN, HANDSHAKES_PER_TURN, Dispatching, Handshakes
 
 
 @dataclass(eq=False)
@@ -18,8 +18,10 @@ class Waiting:
     address: str
     left: int
     taken: int = 0
+    turns: int = 0
 
     def dispatch(self, entries: int) -> tuple[int, bool]:
+        self.turns += 1
         taken = min(entries, self.left)
         self.taken += taken
         self.left -= taken
@@ -32,23 +34,26 @@ async def test_all_links_together_take_a_number_of_entries_a_turn() -> None:
     for link in links:
         dispatching.push(link)
     before = sum(link.taken for link in links)
-    assert before <= ENTRIES_A_TURN
+    assert before <= ENTRIES_PER_TURN
     count = 0
     while any(link.left for link in links):
         await asyncio.sleep(0)
         now = sum(link.taken for link in links)
-        assert now - before <= ENTRIES_A_TURN
+        assert now - before <= ENTRIES_PER_TURN
         before, count = now, count + 1
-    assert count >= 30 * 200 // ENTRIES_A_TURN - 1
+    assert count >= 30 * 200 // ENTRIES_PER_TURN - 1
 
 
 async def test_links_without_entries_take_turns_too() -> None:
     """A frame that is invalid, or a link that has ended, costs something all the same."""
     dispatching = Dispatching()
-    links = [Waiting("a", 0) for _ in range(2 * ENTRIES_A_TURN)]
+    links = [Waiting("a", 0) for _ in range(3 * ENTRIES_PER_TURN)]
     for link in links:
         dispatching.push(link)
-    assert len(dispatching._waiting) == ENTRIES_A_TURN
+    for turn in range(1, 4):
+        assert sum(link.turns for link in links) == turn * ENTRIES_PER_TURN
+        await asyncio.sleep(0)
+    assert all(link.turns == 1 for link in links)
 
 
 async def test_an_address_waits_for_one_link_of_each_other() -> None:
@@ -64,7 +69,7 @@ async def test_an_address_waits_for_one_link_of_each_other() -> None:
 
 async def test_a_link_alone_is_dispatched_at_once_and_until_its_end() -> None:
     dispatching = Dispatching()
-    link = Waiting("a", 2 * ENTRIES_A_TURN)
+    link = Waiting("a", 2 * ENTRIES_PER_TURN)
     dispatching.push(link)
     assert link.taken > 0
     for _ in range(4):
@@ -85,9 +90,9 @@ async def test_handshakes_begin_a_few_a_turn_by_addresses_in_turns() -> None:
     before = 0
     while len(begun) < len(tasks):
         await asyncio.sleep(0)
-        assert len(begun) - before <= HANDSHAKES_A_TURN
+        assert len(begun) - before <= HANDSHAKES_PER_TURN
         before = len(begun)
-    assert "b" in begun[:HANDSHAKES_A_TURN]
+    assert "b" in begun[:HANDSHAKES_PER_TURN]
     assert len(handshakes._running) == len(tasks)
     for task in tasks:
         task.cancel()
@@ -125,12 +130,12 @@ async def test_a_connection_that_closes_before_its_turn_takes_none() -> None:
         async with handshakes.turn("a"):
             begun.append(number)
 
-    tasks = [asyncio.create_task(open_one(number)) for number in range(2 * HANDSHAKES_A_TURN)]
+    tasks = [asyncio.create_task(open_one(number)) for number in range(2 * HANDSHAKES_PER_TURN)]
     await asyncio.sleep(0)
-    for task in tasks[:HANDSHAKES_A_TURN]:
+    for task in tasks[:HANDSHAKES_PER_TURN]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert begun == list(range(HANDSHAKES_A_TURN, 2 * HANDSHAKES_A_TURN))
+    assert begun == list(range(HANDSHAKES_PER_TURN, 2 * HANDSHAKES_PER_TURN))
 
 
 class Broken(Waiting):
@@ -140,7 +145,7 @@ class Broken(Waiting):
 
 async def test_an_error_of_one_link_leaves_the_others_their_turns() -> None:
     dispatching = Dispatching()
-    busy, last = Waiting("a", 2 * ENTRIES_A_TURN), Waiting("c", 3)
+    busy, last = Waiting("a", 2 * ENTRIES_PER_TURN), Waiting("c", 3)
     dispatching.push(busy)
     dispatching.push(Broken("b", 1))
     dispatching.push(last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from starlette.responses import PlainTextResponse
 
 from baton.local.certs import make_certs
 from cluster.security.tls import ClientTls
+from router.frontends.http import listener as http_listener
 from router.frontends.http.listener import (
     ACCEPTS_PER_TURN,
     HANDSHAKES_PER_TURN,
@@ -224,6 +226,39 @@ async def test_more_handshakes_than_may_run_at_a_time_all_end(tmp_path: Path) ->
 
         answers = await asyncio.gather(*(ask() for _ in range(2 * MAX_HANDSHAKES)))
     assert set(answers) == {b"HTTP/1.1 200"}
+
+
+async def test_a_flood_of_handshakes_ends_none_of_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_listener, "MAX_HANDSHAKES", 2 * HANDSHAKES_PER_TURN)
+    make_certs(tmp_path, [], 1)
+    own = {"ssl_certfile": tmp_path / "router.pem", "ssl_keyfile": tmp_path / "router.key"}
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        trust = ClientTls(tmp_path / "ca.pem").context()
+        trust.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    greeting = outgoing.read()
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(serving(**own))
+        client = stack.enter_context(socket.create_connection(address))
+        client.sendall(greeting[:1])
+        flood = [
+            stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+            for _ in range(24)
+        ]
+        for one in (client, *flood):
+            one.setblocking(False)
+        for one in flood:
+            one.send(greeting[:1])
+        for one in flood[: 1 - 2 * HANDSHAKES_PER_TURN]:
+            with contextlib.suppress(ConnectionResetError):
+                async with asyncio.timeout(20):
+                    assert await loop.sock_recv(one, 1) == b""
+        client.send(greeting[1:])
+        async with asyncio.timeout(20):
+            assert await loop.sock_recv(client, 1) == b"\x16", "the server's greeting"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""The connections of a port for links: which of them goes where there are too many."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from cluster.open_connections import OpenConnections
+
+T = TypeVar("T")
+ADDRESS_SHARES = 8  # links of an address beyond this part of all make room for those of others
+
+
+class OpenLinks(Generic[T]):
+    """At most `limit` connections: those that are opening, and those that are a router's link. One that another link of
+    its router has replaced counts as opening.
+
+    For one too many an opening connection is evicted, by the rule of OpenConnections. Where none but the new one is
+    opening, the newest link of the address with the most makes room, if those are more than its share: where connections
+    last, the older ones are in use. No other link does: the new connection itself is evicted. So is one of an address that
+    has links beyond its share, where each opening connection is of another address.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.opening: OpenConnections[T] = OpenConnections()
+        self.links: OpenConnections[T] = OpenConnections()
+
+    def __len__(self) -> int:
+        return len(self.opening) + len(self.links)
+
+    def __iter__(self) -> Iterator[T]:
+        return itertools.chain(self.opening, self.links)
+
+    def __contains__(self, connection: T) -> bool:
+        return connection in self.opening or connection in self.links
+
+    def add(self, connection: T, address: str) -> T | None:
+        """Count a connection that is opening. Returns the one to be closed, which is no longer counted, if there are too
+        many: the new one itself, perhaps."""
+        self.opening.add(connection, address)
+        return self._evict(connection, address) if len(self) > self.limit else None
+
+    def _evict(self, new: T, address: str) -> T:
+        if self.opening.most > 1:
+            return self.opening.evict_oldest()
+        if self.links.count(address) > self._share:
+            self.opening.discard(new)
+            return new
+        if len(self.opening) > 1:
+            return self.opening.evict_oldest()
+        if self.links.most > max(self._share, self.links.count(address) + 1):
+            return self.links.evict_newest()
+        self.opening.discard(new)
+        return new
+
+    @property
+    def _share(self) -> int:
+        return self.limit // ADDRESS_SHARES
+
+    def settle(self, connection: T, address: str, *, is_link: bool) -> None:
+        """The connection has become a router's link, or is one no longer. Without effect on one that is not counted."""
+        before, now = (self.opening, self.links) if is_link else (self.links, self.opening)
+        if connection in before:
+            before.discard(connection)
+            now.add(connection, address)
+
+    def discard(self, connection: T) -> None:
+        """Count a connection no longer; without effect on one that is not counted."""
+        self.opening.discard(connection)
+        self.links.discard(connection)
