@@ -52,12 +52,15 @@ def _provide_all(
 
 def _check_out(into: Path) -> None:
     """Raise ConfigError if the directory cannot be made. One that exists may belong to another user, and be complete."""
-    if os.path.exists(into):  # not Path.exists, which raises below a directory that may not be searched
+    # not Path's methods, which raise below a directory that may not be searched
+    nearest = next(one for one in (into.absolute(), *into.absolute().parents) if os.path.exists(one))
+    if not os.path.isdir(nearest):
+        raise ConfigError(f"--out {into}: {nearest} is a file; name a directory", field="out")
+    if nearest == into.absolute():
         return
-    above = next(one for one in into.absolute().parents if os.path.exists(one))
-    if not os.access(above, os.W_OK | os.X_OK):
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--out {into} cannot be made (no right to write in {above}): name a directory where this user may write",
+            f"--out {into} cannot be made (no right to write in {nearest}): name a directory where this user may write",
             field="out",
         )
 
@@ -93,8 +96,6 @@ def _file_error(into: Path, error: OSError) -> ConfigError:
     advice = ""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = f": name a directory where this user ({os.geteuid()}) may write"
-    elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-        advice = ": a file is in the way; name a directory"
     return ConfigError(f"--out {into}:{at} {error.strerror or error}{advice}", field="out")
 
 
