@@ -111,10 +111,23 @@ def test_pods_follow_a_changed_password_of_redis(server: ApiServer, tmp_path: Pa
     assert change("upgrade", "c", "a") == workers
 
 
-def test_a_release_from_before_the_link_is_not_upgraded_in_place(
+def test_upgrades_that_cannot_work_are_refused(
     server: ApiServer, make_helm: MakeHelm, tmp_path: Path
 ) -> None:
+    """From before the link between routers and workers, and with other claims than those of the running Redis."""
     helm = make_helm(server)
+    helm.install(*VALUES)
+    kept = (*VALUES, "--set", "redis.persistence.enabled=true,redis.persistence.size=2048Mi")
+    redis = "one-baton-redis"
+    with pytest.raises(HelmFailed, match=f"kubectl delete statefulset {redis} --namespace {NAMESPACE}"):
+        helm.upgrade(*kept)
+    with clients.connect(server.kubeconfig(tmp_path / "orphan")) as api:
+        clients.apps(api).delete_namespaced_stateful_set(redis, NAMESPACE, propagation_policy="Orphan")
+    helm.upgrade(*kept)
+    helm.upgrade(*VALUES, "--set", "redis.persistence.enabled=true")  # as much
+    with pytest.raises(HelmFailed, match="redis.persistence is not that of the StatefulSet"):
+        helm.upgrade(*kept, "--set", "redis.persistence.size=3Gi")
+    helm.uninstall()
     helm.install(*VALUES)
     config = server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]["worker.yaml"]
     lines = [line for line in config.splitlines() if not line.startswith("link_port:")]
