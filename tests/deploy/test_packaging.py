@@ -135,8 +135,15 @@ def test_the_install_of_a_module(module: str, install: str | None) -> None:
 # Of their modules Baton imports none by itself, or the command line cannot start without them.
 NOT_NAMED = {"grpcio", "protobuf", "pydantic", "pydantic-core", "pydantic-settings", "rich", "typer"}
 MODULES = {"pyyaml": "yaml", "googleapis-common-protos": "google", "grpcio-health-checking": "grpc_health"}
-MODULES |= {"grpcio-reflection": "grpc_reflection", "opentelemetry-sdk": "opentelemetry", "baton-serve": "torch"}
-MODULES |= {"opentelemetry-exporter-otlp-proto-http": "opentelemetry", "prometheus-client": "prometheus_client"}
+MODULES |= {
+    "grpcio-reflection": "grpc_reflection",
+    "opentelemetry-sdk": "opentelemetry",
+    "baton-serve": "torch",
+}
+MODULES |= {
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "prometheus-client": "prometheus_client",
+}
 
 
 def test_every_requirement_has_a_sentence_where_it_is_missing() -> None:

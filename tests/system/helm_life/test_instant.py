@@ -116,17 +116,19 @@ def test_upgrades_that_cannot_work_are_refused(
 ) -> None:
     """From before the link between routers and workers, and with other claims than those of the running Redis."""
     helm = make_helm(server)
-    helm.install(*VALUES)
-    kept = (*VALUES, "--set", "redis.persistence.enabled=true,redis.persistence.size=2048Mi")
-    redis = "one-baton-redis"
-    with pytest.raises(HelmFailed, match=f"kubectl delete statefulset {redis} --namespace {NAMESPACE}"):
-        helm.upgrade(*kept)
-    with clients.connect(server.kubeconfig(tmp_path / "orphan")) as api:
-        clients.apps(api).delete_namespaced_stateful_set(redis, NAMESPACE, propagation_policy="Orphan")
-    helm.upgrade(*kept)
-    helm.upgrade(*VALUES, "--set", "redis.persistence.enabled=true")  # as much
-    with pytest.raises(HelmFailed, match="redis.persistence is not that of the StatefulSet"):
-        helm.upgrade(*kept, "--set", "redis.persistence.size=3Gi")
+
+    def with_claim(size: str) -> tuple[str, ...]:
+        return (*VALUES, "--set", f"redis.persistence.enabled=true,redis.persistence.size={size}")
+
+    helm.install(*with_claim("2048Mi"))
+    for others in (
+        VALUES,
+        with_claim("3Gi"),
+        (*with_claim("2Gi"), "--set", "redis.persistence.storageClass=x"),
+    ):
+        with pytest.raises(HelmFailed, match="kubectl delete statefulset one-baton-redis --namespace"):
+            helm.upgrade(*others)
+    helm.upgrade(*with_claim("2Gi"))  # as much
     helm.uninstall()
     helm.install(*VALUES)
     config = server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]["worker.yaml"]
