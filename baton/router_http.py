@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
 import orjson
 
-from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
+from cluster.errors import ConfigError, UnauthenticatedError, UnavailableError
 from cluster.redis.urls import without_password
 from cluster.security.tls import ClientTls
 from loadgen.reach import UNTRUSTED
@@ -68,11 +69,17 @@ class RouterHttp:
         return answer.content
 
     def parsed(self, body: bytes) -> Mapping[str, Any]:
-        """Return a view of the cluster. Raises InternalError if it is none: something else answers at this address."""
-        try:
+        """Return a view of the cluster. Raises ConfigError if it is none: something else answers at this address."""
+        view = None
+        with contextlib.suppress(orjson.JSONDecodeError):
             view = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise InternalError(f"{self.address} is no router of a Baton cluster: {error}") from error
         if not isinstance(view, dict):
-            raise InternalError(f"{self.address} is no router of a Baton cluster")
+            raise self.no_router()
         return view
+
+    def no_router(self) -> ConfigError:
+        return ConfigError(
+            f"{self.address} is no router of a Baton cluster: name a router's HTTP port (8000 by default), not a worker's "
+            "port for metrics",
+            field="url",
+        )

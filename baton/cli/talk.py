@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from baton.cli.output import console
-from cluster.errors import ConfigError, UnavailableError
+from cluster.errors import BatonError, ConfigError, UnavailableError
 from cluster.protocol.priority import PRIORITIES
 from cluster.security.tls import ClientTls
 from loadgen.reach import why_not_grpc, why_unreachable
+
+if TYPE_CHECKING:
+    from baton.client import Client
 
 Http = Annotated[str, typer.Option("--url", help="A router's HTTP address.")]
 ApiKey = Annotated[
@@ -81,11 +86,9 @@ def generate(
     tls_key: TlsKey = None,
 ) -> None:
     """Continue one prompt, streaming the text."""
-    from baton.client import Client, GenerateOptions
+    from baton.client import GenerateOptions
 
-    tls = client_tls(tls_ca, tls_cert, tls_key)
-    _check_reachable(target, tls)
-    with Client(target.split(","), api_key=api_key, tls=tls) as client:
+    with _client(target, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
         options["priority"] = PRIORITIES[priority]
         if seed is not None:
@@ -107,12 +110,34 @@ def chat(
 ) -> None:
     """Talk to the model."""
     from baton.chat import converse
-    from baton.client import Client
 
-    tls = client_tls(tls_ca, tls_cert, tls_key)
-    _check_reachable(target, tls)
-    with Client(target.split(","), api_key=api_key, tls=tls) as client:
+    with _client(target, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
         converse(client, temperature=temperature, max_tokens=max_tokens)
+
+
+@contextlib.contextmanager
+def _client(target: str, api_key: str, tls: ClientTls | None) -> Iterator[Client]:
+    """A client of the routers at `target`. Raises what _check_reachable does, and UnavailableError where what listens
+    there does not serve what routers do: a worker, or another protocol."""
+    import grpc
+
+    from baton.client import Client
+    from cluster.rpc.errors import is_from_peer
+
+    _check_reachable(target, tls)
+    try:
+        with Client(target.split(","), api_key=api_key, tls=tls) as client:
+            yield client
+    except BatonError as error:
+        failed = error.__cause__
+        if not isinstance(failed, grpc.RpcError) or is_from_peer(failed) or "certificate" in error.message:
+            raise
+        if failed.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE):
+            raise
+        raise UnavailableError(
+            f"no router answers at {target} ({error.message}): name a router's gRPC port (50051 by default)",
+            field="target",
+        ) from error
 
 
 def _check_reachable(targets: str, tls: ClientTls | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ _CURVE = ec.SECP256R1()
 
 def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
     """Write new certificates, signed by existing authorities if there are any. Raises ConfigError."""
+    if os.path.exists(directory) and not os.path.isdir(directory):
+        raise ConfigError(f"--out {directory} is a file: name a folder", field="out")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         cluster, clients = _authority(directory / "ca"), _authority(directory / "client-ca")
@@ -42,7 +45,12 @@ def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
             f"--out {directory} cannot be used ({error.strerror}): name a folder in which this user may read and write",
             field="out",
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = f"{error.filename or directory}: {error.strerror}"
+        raise ConfigError(
+            f"--out {directory} cannot be used ({reason}): name another folder", field="out"
+        ) from error
+    except ValueError as error:
         raise ConfigError(f"{directory}: {error}", field="out") from error
     return sorted(directory.glob("*.pem"))
 

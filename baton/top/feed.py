@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.router_http import RouterHttp
-from cluster.errors import BatonError, InternalError
+from cluster.errors import BatonError
 
 PATH = "/v1/cluster/live"
 
@@ -25,10 +25,10 @@ class FeedSnapshot:
 
 
 def ask(router: RouterHttp) -> Mapping[str, Any]:
-    """Raises UnavailableError, UnauthenticatedError, or InternalError if it is no router that answers."""
+    """Raises UnavailableError, UnauthenticatedError, or ConfigError if it is no router that answers."""
     view = router.parsed(router.get(PATH))
     if "workers" not in view:
-        raise InternalError(f"{router.address} is no router of a Baton cluster")
+        raise router.no_router()
     return view
 
 

@@ -33,8 +33,10 @@ def read_yaml(path: Path, field: str) -> Any:
     """What it holds. Raises ConfigError, whose text copies nothing of it: there may be secrets in it."""
     try:
         return yaml.load(path.read_text(), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", field=field) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", field=field) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8", field=field) from error
     except yaml.YAMLError as error:
         # Without the parser's excerpt: it would copy a digest, or a key put there by mistake, into a log.
         where = getattr(error, "problem_mark", None)

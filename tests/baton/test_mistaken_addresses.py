@@ -6,8 +6,10 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 
+import grpc
 import pytest
 
 from baton.local.certs import make_certs
@@ -73,6 +75,30 @@ def test_the_other_port_of_a_router_is_named_as_such(said):
         assert why_not_grpc(grpc, tls=ssl.create_default_context()) == plain
     assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
     assert not why_not_grpc("unix:/run/router", tls=None) and not why_not_grpc("dns:///h:5", tls=None)
+
+
+def test_a_port_of_a_worker_is_no_router(said):
+    """Of gRPC it has other services, and at its port of metrics no view of the cluster."""
+    pool = futures.ThreadPoolExecutor(1)
+    worker = grpc.server(pool)
+    address = f"127.0.0.1:{worker.add_insecure_port('127.0.0.1:0')}"
+    worker.start()
+    for command in (("chat",), ("generate", "hello")):
+        found = said(*command, "--target", address)
+        assert f"no router answers at {address} (Method not found!): name a router's gRPC port" in found
+    worker.stop(None).wait(5)
+    pool.shutdown()
+    for body in (b"baton_worker_up 1", b"[]", b"{}"):
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        with answering(head + body) as metrics:
+            found = said("top", "--once", "--url", metrics)
+            assert f"http://{metrics} is no router of a Baton cluster: name a router's HTTP port" in found
+
+
+def test_a_port_that_closes_connections_is_no_router(said):
+    with answering(b"") as other:
+        found = said("generate", "hello", "--target", other)
+    assert f"no router answers at {other} (" in found and "name a router's gRPC port" in found
 
 
 def test_a_port_with_tls_is_named_as_such(said, tmp_path):

@@ -54,6 +54,28 @@ def test_no_right_to_read_a_key_or_to_write_certificates(model, said, monkeypatc
     )
 
 
+def test_a_file_where_a_folder_belongs(said, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for out in (file, file / "deeper"):
+        ask = ("fetch", "hf://a/b", "--out", str(out), "--endpoint", "http://127.0.0.1:1")
+        assert f"--out {out}: {file} is a file; name a directory" in said(*ask)
+    assert f"--out {file} is a file: name a folder" in said("certs", "--out", str(file))
+
+
+def test_a_folder_or_other_content_where_a_file_belongs(model, said, tmp_path):
+    ask = ("up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0")
+    assert f"{tmp_path} cannot be read: Is a directory" in said(*ask, "--api-keys-file", str(tmp_path))
+    assert f"--config {tmp_path} cannot be read: Is a directory" in said("pools", "--config", str(tmp_path))
+    other = tmp_path / "other"
+    other.write_bytes(b"\xff\xfe")
+    assert f"{other} is no text in UTF-8" in said(*ask, "--api-keys-file", str(other))
+    other.write_text("pools:")
+    assert f"--config {other} is no JSON: " in said("pools", "--config", str(other))
+    other.write_text("[]")
+    assert f"--config {other} describes no pools" in said("pools", "--config", str(other))
+
+
 def test_a_place_for_a_download_is_looked_at_before_the_hub_is_asked(said, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     found = said(

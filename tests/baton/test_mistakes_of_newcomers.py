@@ -142,7 +142,7 @@ def test_an_authority_that_has_expired(model, said, tmp_path, monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached_names_ways_around(said, monkeypatch, tmp_path):
-    monkeypatch.setattr("baton.model_source.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("baton.download.hub.PAUSE_SECONDS", 0.0)
     found = said("fetch", "hf://a/b", "--out", str(tmp_path / "m"), "--endpoint", "http://127.0.0.1:1")
     assert (
         "http://127.0.0.1:1 cannot be reached ([Errno 111] Connection refused): --endpoint names a mirror"

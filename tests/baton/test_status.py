@@ -12,7 +12,7 @@ from rich.console import Console
 
 from baton.cli.status_table import render, show
 from baton.router_http import RouterHttp
-from cluster.errors import InternalError, UnavailableError
+from cluster.errors import ConfigError, UnavailableError
 
 VIEW: dict[str, Any] = {
     "router": {"id": "router-1", "uptime_seconds": 3725.5, "requests_in_flight": 3},
@@ -114,7 +114,7 @@ def test_json_is_passed_through(router: str) -> None:
 
 @pytest.mark.parametrize(
     ("router", "error"),
-    [((503, b""), UnavailableError), ((200, b"<html>"), InternalError)],
+    [((503, b""), UnavailableError), ((200, b"<html>"), ConfigError)],
     indirect=["router"],
 )
 def test_other_answers_are_errors(router: str, error: type[Exception]) -> None:

@@ -256,7 +256,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 ABSENT = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Absent())
-import baton.autoscaler.autoscaler, baton.cli.main, baton.cli.drain, baton.model_source, baton.cli.selftest
+import baton.autoscaler.autoscaler, baton.cli.main, baton.cli.drain, baton.download.fetch, baton.cli.selftest
 import loadgen.load, loadgen.table, router.server
 try:
     import torch

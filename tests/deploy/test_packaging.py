@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import missing_extra
+from baton.cli.main import missing_install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -119,11 +119,38 @@ def test_a_command_whose_extra_is_missing_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"),
-    [("torch", "worker"), ("starlette.routing", "router"), ("ray", "all"), ("json", None)],
+    ("module", "install"),
+    [
+        ("torch", "'baton-serve[worker]'"),
+        ("starlette.routing", "'baton-serve[router]'"),
+        ("ray", "'baton-serve[all]'"),
+        ("kubernetes.client", "baton-serve"),
+        ("json", None),
+    ],
 )
-def test_the_extra_of_a_module(module: str, extra: str | None) -> None:
-    assert missing_extra(module) == extra
+def test_the_install_of_a_module(module: str, install: str | None) -> None:
+    assert missing_install(module) == install
+
+
+# Of their modules Baton imports none by itself, or the command line cannot start without them.
+NOT_NAMED = {"grpcio", "protobuf", "pydantic", "pydantic-core", "pydantic-settings", "rich", "typer"}
+MODULES = {"pyyaml": "yaml", "googleapis-common-protos": "google", "grpcio-health-checking": "grpc_health"}
+MODULES |= {
+    "grpcio-reflection": "grpc_reflection",
+    "opentelemetry-sdk": "opentelemetry",
+    "baton-serve": "torch",
+}
+MODULES |= {
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "prometheus-client": "prometheus_client",
+}
+
+
+def test_every_requirement_has_a_sentence_where_it_is_missing() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [one for name, of in project["optional-dependencies"].items() if name != "dev" for one in of]
+    names = {re.split(r"[\[>=]", one)[0] for one in (*project["dependencies"], *extras)} - NOT_NAMED
+    assert [name for name in sorted(names) if missing_install(MODULES.get(name, name)) is None] == []
 
 
 @pytest.mark.parametrize("room", EXTRAS)

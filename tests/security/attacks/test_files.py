@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import stat
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from baton import model_source, safe_files
+from baton import safe_files
+from baton.download import hub as hub_module
+from baton.download.fetch import fetch
 from baton.local import state
 from baton.local.certs import make_certs
 from baton.local.state import ClusterState, RedisState, check_writable
-from baton.model_source import fetch
 from cluster.errors import ConfigError, ModelError, UnavailableError
-from tests.baton.small_hub import FILES, SmallHub, running_hub
+from tests.baton.download.small_hub import FILES, SmallHub, running_hub
 
 STATE = ClusterState("http://h", "g", RedisState("redis://***@r", 1), [], [], [], 1, "logs")
 
@@ -114,8 +116,9 @@ def test_a_pipe_for_a_lock_is_refused_at_once(hub: SmallHub, tmp_path: Path) -> 
     assert caught.value.field == "out"
 
 
-def test_a_lock_that_may_only_be_read_is_enough(hub: SmallHub, tmp_path: Path) -> None:
-    """Another user's pod has made it."""
+@pytest.mark.parametrize("refusal", [0, errno.EACCES, errno.EROFS])
+def test_a_lock_that_may_only_be_read_is_enough(refusal: int, hub: SmallHub, tmp_path: Path) -> None:
+    """Another user's pod has made it. NFS gives exclusive locks on what is open for writing only."""
     (tmp_path / ".lock").touch(0o444)
     opened: list[int] = []
     real = os.open
@@ -123,12 +126,14 @@ def test_a_lock_that_may_only_be_read_is_enough(hub: SmallHub, tmp_path: Path) -
     def watched(path: Any, flags: int, *more: Any, **named: Any) -> int:
         if str(path).endswith(".lock"):
             opened.append(flags & os.O_ACCMODE)
+            if refusal and opened[-1] != os.O_RDONLY:
+                raise OSError(refusal, os.strerror(refusal), str(path))
         return real(path, flags, *more, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", watched)
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
-    assert opened == [os.O_RDONLY]
+    assert opened == ([os.O_RDWR, os.O_RDONLY] if refusal else [os.O_RDWR])
 
 
 def test_a_link_to_the_right_file_is_replaced_by_the_file(hub: SmallHub, tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_a_compressed_answer_is_not_unpacked(hub: SmallHub, tmp_path: Path) -> N
 
 
 def test_a_description_has_a_size(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "MAX_DESCRIPTION_BYTES", 100)
+    monkeypatch.setattr(hub_module, "MAX_DESCRIPTION_BYTES", 100)
     with pytest.raises(UnavailableError, match="more than 100 bytes"):
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import model_source
-from baton.model_source import fetch
+from baton.download import hub as hub_module
+from baton.download.fetch import fetch
 from cluster.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 
 Answer = Callable[["_Handler"], None]
@@ -53,7 +53,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(model_source, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(hub_module, "PAUSE_SECONDS", 0.01)
     server = Hub(("127.0.0.1", 0), _Handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -74,13 +74,29 @@ def listing(**file: object) -> bytes:
     [
         b"[" * 200_000,
         listing(size=0).replace(b"0", b"1e999", 1),
+        listing(size=-1),
+        listing(size=(1 << 50) + 1),
+        listing(size=5.0),
+        listing(lfs={"size": -5, "sha256": "0" * 64}),
         listing(rfilename="a\0.json"),
         listing(rfilename="a\n.json"),
         listing(rfilename="\ud800.json"),
         listing(rfilename="a" * 300 + ".json"),
         listing().replace(b"c" * 40, b"c" * 100_000),
     ],
-    ids=["depth", "infinite", "nul", "newline", "surrogate", "long-name", "long-commit"],
+    ids=[
+        "depth",
+        "infinite",
+        "negative",
+        "huge",
+        "fraction",
+        "large-negative",
+        "nul",
+        "newline",
+        "surrogate",
+        "long-name",
+        "long-commit",
+    ],
 )
 def test_a_description_that_is_none_is_refused(description: bytes, hub: Hub, tmp_path: Path) -> None:
     hub.answer = lambda handler: handler.send(description if handler.path.startswith("/api/") else b"12345")
@@ -88,6 +104,22 @@ def test_a_description_that_is_none_is_refused(description: bytes, hub: Hub, tmp
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=10)
     assert caught.value.field == "endpoint"
     assert {one.name for one in tmp_path.iterdir()} <= {".lock"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("config.json", "config.json"), ("config.json", "CONFIG.json"), ("\u00e9.json", "e\u0301.json")],
+)
+def test_two_names_that_may_be_one_file_are_refused(
+    first: str, second: str, hub: Hub, tmp_path: Path
+) -> None:
+    """On a file system that ignores case or Unicode's normal form one would overwrite the other."""
+    siblings = [json.loads(listing(rfilename=name))["siblings"][0] for name in (first, second)]
+    described = json.dumps({"sha": "c" * 40, "siblings": siblings}).encode()
+    hub.answer = lambda handler: handler.send(described if handler.path.startswith("/api/") else b"12345")
+    with pytest.raises(UnavailableError) as caught:
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=10)
+    assert f"{first!a} and {second!a} are one file" in caught.value.message
 
 
 def test_a_redirect_to_no_host_is_an_error_of_the_endpoint(hub: Hub, tmp_path: Path) -> None:

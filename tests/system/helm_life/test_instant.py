@@ -111,10 +111,25 @@ def test_pods_follow_a_changed_password_of_redis(server: ApiServer, tmp_path: Pa
     assert change("upgrade", "c", "a") == workers
 
 
-def test_a_release_from_before_the_link_is_not_upgraded_in_place(
+def test_upgrades_that_cannot_work_are_refused(
     server: ApiServer, make_helm: MakeHelm, tmp_path: Path
 ) -> None:
+    """From before the link between routers and workers, and with other claims than those of the running Redis."""
     helm = make_helm(server)
+
+    def with_claim(size: str) -> tuple[str, ...]:
+        return (*VALUES, "--set", f"redis.persistence.enabled=true,redis.persistence.size={size}")
+
+    helm.install(*with_claim("2048Mi"))
+    for others in (
+        VALUES,
+        with_claim("3Gi"),
+        (*with_claim("2Gi"), "--set", "redis.persistence.storageClass=x"),
+    ):
+        with pytest.raises(HelmFailed, match="kubectl delete statefulset one-baton-redis --namespace"):
+            helm.upgrade(*others)
+    helm.upgrade(*with_claim("2Gi"))  # as much
+    helm.uninstall()
     helm.install(*VALUES)
     config = server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]["worker.yaml"]
     lines = [line for line in config.splitlines() if not line.startswith("link_port:")]

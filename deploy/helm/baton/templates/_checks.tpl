@@ -33,6 +33,26 @@
 {{- fail (printf "%s is of a release from before the link between routers and workers: routers and workers of the two can't serve each other; uninstall it and install, or install a second release and move clients" $name) }}
 {{- end }}
 {{- end }}
+{{- include "baton.checkPersistence" . }}
+{{- end -}}
+
+{{- /* Kubernetes refuses an upgrade that changes the claims of a StatefulSet, by a list of the fields that may change. */ -}}
+{{- define "baton.checkPersistence" -}}
+{{- $name := include "baton.redisHost" . -}}
+{{- $spec := (lookup "apps/v1" "StatefulSet" .Release.Namespace $name).spec | default dict -}}
+{{- if and .Release.IsUpgrade .Values.redis.enabled $spec }}
+{{- $wanted := .Values.redis.persistence }}
+{{- $claims := $spec.volumeClaimTemplates | default list }}
+{{- $differs := ne (len $claims | eq 1) $wanted.enabled }}
+{{- if and $wanted.enabled $claims }}
+{{- $claim := (first $claims).spec }}
+{{- $same := eq (include "baton.quantity" $claim.resources.requests.storage) (include "baton.quantity" $wanted.size) }}
+{{- $differs = or $differs (not $same) (ne ($claim.storageClassName | default "") $wanted.storageClass) }}
+{{- end }}
+{{- if $differs }}
+{{- fail (printf "redis.persistence is not that of the StatefulSet %s, whose claims Kubernetes does not change: leave it as it was, or kubectl delete statefulset %s --namespace %s --cascade=orphan and upgrade again, which restarts Redis once" $name $name .Release.Namespace) }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- /* cluster/config/adapters.py and worker.py. Takes root, where. */ -}}
@@ -104,10 +124,6 @@
 {{- end }}
 {{- if and $values.autoscaling.enabled (not (kindIs "invalid" $pool.replicas)) }}
 {{- fail (printf "autoscaling.enabled and %s.replicas = %d both set the pool's size: remove %s.replicas and set autoscaling.%s.minReplicas, or turn autoscaling off" $role (int $pool.replicas) $role $role) }}
-{{- end }}
-{{- $ports := list (int $pool.port) (int $pool.linkPort) (int $pool.metricsPort) }}
-{{- if ne (len (uniq $ports)) 3 }}
-{{- fail (printf "%s.port, %s.linkPort and %s.metricsPort must differ: change one" $role $role $role) }}
 {{- end }}
 {{- include "baton.checkWorkerPorts" . }}
 {{- $bounds := index $values.autoscaling $role }}
@@ -200,6 +216,9 @@
 {{- $ray := .Values.ray -}}
 {{- if and (include "baton.rayRuns" .) $ray.gcsFaultTolerance.enabled (not .Values.redis.enabled) (not $ray.gcsFaultTolerance.address) }}
 {{- fail "ray.gcsFaultTolerance has no Redis: set ray.gcsFaultTolerance.address (and passwordSecret), or turn it off" }}
+{{- end }}
+{{- if and $ray.joinWorkers (not (include "baton.joinsWorkers" .)) }}
+{{- fail (printf "ray.joinWorkers is on, and no worker would join a Ray of the chart's (ray.mode %s, multiNode.by %s): only mode embedded has nodes beside workers, and pods of LeaderWorkerSets have Rays of their own; turn ray.joinWorkers off" $ray.mode .Values.multiNode.by) }}
 {{- end }}
 {{- if contains "@" $ray.gcsFaultTolerance.address }}
 {{- fail "ray.gcsFaultTolerance.address would show its password in the head's description: leave user and password out, and set ray.gcsFaultTolerance.passwordSecret" }}
@@ -331,8 +350,6 @@
 {{- if and .Values.apiKeys.existingSecret .Values.apiKeys.entries }}
 {{- fail "apiKeys.existingSecret and apiKeys.entries are both set: keep one" }}
 {{- end }}
-{{- $ports := list $router.httpPort $router.grpcPort $router.metricsPort }}
-{{- if ne (len (uniq $ports)) 3 }}
-{{- fail "router.httpPort, router.grpcPort and router.metricsPort must differ: change one" }}
-{{- end }}
+{{- $ports := dict "router.httpPort" $router.httpPort "router.grpcPort" $router.grpcPort "router.metricsPort" $router.metricsPort }}
+{{- include "baton.checkPodPorts" (dict "ports" $ports "ranges" dict) }}
 {{- end -}}

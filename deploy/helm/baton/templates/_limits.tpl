@@ -113,13 +113,17 @@
 {{- mulf (float64 $number) (index .units (trimPrefix $number (toString .amount)) | default 1) -}}
 {{- end -}}
 
+{{- define "baton.quantity" -}}
+{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 "m" 1e-3 -}}
+{{- include "baton.bytes" (dict "amount" . "units" $units) -}}
+{{- end -}}
+
 {{- define "baton.checkSizes" -}}
 {{- $limit := (.Values.redis.resources.limits | default dict).memory -}}
 {{- if and .Values.redis.enabled $limit }}
-{{- $kubernetes := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 "m" 1e-3 }}
 {{- $redis := dict "k" 1e3 "m" 1e6 "g" 1e9 "kb" 1024.0 "mb" 1048576.0 "gb" 1073741824.0 }}
 {{- $most := include "baton.bytes" (dict "amount" (lower .Values.redis.maxMemory) "units" $redis) | float64 }}
-{{- if ge $most (include "baton.bytes" (dict "amount" $limit "units" $kubernetes) | float64) }}
+{{- if ge $most (include "baton.quantity" $limit | float64) }}
 {{- fail (printf "redis.maxMemory = %s is not below redis.resources.limits.memory = %s: Kubernetes would kill Redis before it evicts anything; raise the limit, or lower maxMemory" .Values.redis.maxMemory (toString $limit)) }}
 {{- end }}
 {{- end }}

@@ -33,10 +33,16 @@
 {{- define "baton.rayRuns" -}}
 {{- $prefill := dict "root" . "pool" .Values.prefill -}}
 {{- $decode := dict "root" . "pool" .Values.decode -}}
-{{- $grouped := and (not .Values.models) (include "baton.inGroups" $prefill) (include "baton.inGroups" $decode) -}}
 {{- if eq .Values.ray.mode "kuberay" }}true
 {{- else if or (include "baton.spansByRay" $prefill) (include "baton.spansByRay" $decode) }}true
-{{- else if and (eq .Values.ray.mode "embedded") .Values.ray.joinWorkers (not $grouped) }}true{{ end -}}
+{{- else }}{{ include "baton.joinsWorkers" . }}{{ end -}}
+{{- end -}}
+
+{{- /* Whether workers that do without Ray get a node of the chart's beside them, because that was asked for. */ -}}
+{{- define "baton.joinsWorkers" -}}
+{{- $grouped := not .Values.models -}}
+{{- range $role := list "prefill" "decode" }}{{ $grouped = and $grouped (include "baton.inGroups" (dict "root" $ "pool" (index $.Values $role))) }}{{ end -}}
+{{- if and .Values.ray.joinWorkers (eq .Values.ray.mode "embedded") (not $grouped) }}true{{ end -}}
 {{- end -}}
 
 {{- /* Whether some pod has Ray's token: of the chart's Ray, of another one, or of a LeaderWorkerSet, whose groups are Rays of their own. */ -}}

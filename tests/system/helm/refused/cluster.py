@@ -192,8 +192,23 @@ REFUSED: Refusals = {
     ),
     "two listeners on one port": (
         {"router": {"metricsPort": 8000}},
-        "router.httpPort, router.grpcPort and router.metricsPort must differ",
+        "router.httpPort and router.metricsPort are both 8000, in one pod",
         "change one",
+    ),
+    "nodes beside workers of no Ray": (
+        {"ray": {"mode": "none", "joinWorkers": True}},
+        "no worker would join a Ray of the chart's (ray.mode none, multiNode.by ray)",
+        "turn ray.joinWorkers off",
+    ),
+    "nodes beside workers of another Ray": (
+        {"ray": {"mode": "external", "joinWorkers": True, "external": {"dashboardUrl": "http://ray:8265"}}},
+        "no worker would join a Ray of the chart's (ray.mode external, multiNode.by ray)",
+        "turn ray.joinWorkers off",
+    ),
+    "nodes beside workers that are nodes": (
+        {"ray": {"mode": "kuberay", "joinWorkers": True}},
+        "no worker would join a Ray of the chart's (ray.mode kuberay, multiNode.by ray)",
+        "turn ray.joinWorkers off",
     ),
     "a password in an address": (
         {"ray": {"gcsFaultTolerance": {"address": "redis://:password@redis:6379"}}},

@@ -211,7 +211,7 @@ REFUSED: Refusals = {
     ),
     "a worker's two listeners on one port": (
         {"prefill": {"metricsPort": 50052}},
-        "prefill.port, prefill.linkPort and prefill.metricsPort must differ",
+        "prefill.metricsPort and prefill.port are both 50052, in one pod",
         "change one",
     ),
     "one value where settings belong": (

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.download_limits import DownloadLimits
-from baton.model_source import HubFile, Repository, fetch, manifest_digest
+from baton.download.fetch import fetch
+from baton.download.limits import DownloadLimits
+from baton.download.listing import HubFile, Repository, manifest_digest
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
-from tests.baton.small_hub import FILES, SmallHub, running_hub
+from tests.baton.download.small_hub import FILES, SmallHub, running_hub
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_errors_of_gated_and_missing_repositories_name_the_remedy(
 
 
 def test_time_and_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.model_source.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("baton.download.hub.PAUSE_SECONDS", 0.01)
     with pytest.raises(UnavailableError):
         fetch("hf://org/name", tmp_path, endpoint="http://127.0.0.1:9", seconds=30)
     with pytest.raises(DeadlineError):
@@ -109,13 +110,13 @@ def test_a_failure_that_lasts_until_the_deadline_is_named(
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("baton.download_limits.time", clock)
+    monkeypatch.setattr("baton.download.limits.time", clock)
 
     def pause(_: DownloadLimits, seconds: float) -> None:
         clock.now += seconds
 
     monkeypatch.setattr(DownloadLimits, "pause", pause)
-    with pytest.raises(DeadlineError, match=r"allows \(0\.5 s\); http://127\.0\.0\.1:1: .*refused"):
+    with pytest.raises(DeadlineError, match=r"allows \(0\.5 s\).*; http://127\.0\.0\.1:1: .*refused"):
         fetch("hf://a/b", tmp_path / "m", endpoint="http://127.0.0.1:1", seconds=0.5)
 
 

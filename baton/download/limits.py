@@ -7,16 +7,20 @@ import time
 
 from cluster.errors import DeadlineError, UnavailableError
 
-# Less than this is no progress: an occasional byte must not prolong a download for ever.
-PROGRESS_BYTES = 1 << 20
+# Less than both in the time that is allowed is no progress: an occasional byte must not prolong a download for ever.
+MIB = 1 << 20
+PROGRESS_BYTES = MIB
+LOWEST_BYTES_PER_SECOND = 16 << 10
 
 
 class DownloadLimits:
-    """Shared by the threads of a download. It has no limit in all: a large model takes as long as its bytes do."""
+    """Shared by the threads of a download. A model takes as long as its bytes do, at LOWEST_BYTES_PER_SECOND or more on
+    average over each `seconds`."""
 
     def __init__(self, seconds: float):
-        """`seconds`: the longest time without PROGRESS_BYTES more, read or checked."""
+        """`seconds`: the longest time in which PROGRESS_BYTES, or more by the lowest speed, must be read or checked."""
         self._seconds = seconds
+        self._progress_bytes = max(PROGRESS_BYTES, int(LOWEST_BYTES_PER_SECOND * seconds))
         self._lock = threading.Lock()
         self._since_progress = 0
         self._last_progress = time.monotonic()
@@ -37,12 +41,16 @@ class DownloadLimits:
         """Count bytes that were read or checked."""
         with self._lock:
             self._since_progress += count
-            if self._since_progress >= PROGRESS_BYTES:
+            if self._since_progress >= self._progress_bytes:
                 self._since_progress, self._last_progress = 0, time.monotonic()
 
-    def progressed(self) -> None:
-        """Count as progress what has no bytes: a file is complete, another process gets on."""
+    def completed(self) -> None:
+        """Count a file that is complete: small ones take a request each, and few bytes."""
         self.arrived(PROGRESS_BYTES)
+
+    def progressed(self) -> None:
+        """Count as progress what has no bytes: another process gets on."""
+        self.arrived(self._progress_bytes)
 
     def stop(self, failure: BaseException | None = None) -> None:
         """End every thread at its next look."""
@@ -57,7 +65,9 @@ class DownloadLimits:
             raise UnavailableError("the download was stopped", field="source")
         if self.left < 0:
             raise DeadlineError(
-                f"no progress for longer than --seconds allows ({self._seconds:g} s){failed}", field="seconds"
+                f"no progress for longer than --seconds allows ({self._seconds:g} s): {self._since_progress / MIB:.1f} of "
+                f"at least {self._progress_bytes / MIB:.1f} MiB came; the next run goes on from what is here{failed}",
+                field="seconds",
             )
 
     def pause(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from rich.progress import Progress
 
-from baton.download_report import LINE_SECONDS, BarReport, DownloadReport, LineReport, report_on
+from baton.download.report import LINE_SECONDS, BarReport, DownloadReport, LineReport, report_on
 
 MIB, GIB = 1 << 20, 1 << 30
 

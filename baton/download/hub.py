@@ -1,23 +1,15 @@
-"""A model directory from the Hugging Face Hub: downloaded once, every file's hash checked.
-
-The Hub provides a SHA-256 for every large file and a git hash for every small one; an existing file with the right hash
-is not downloaded again. Files come in parallel, and the first error ends them all; the next attempt resumes what is
-incomplete. `manifest_digest` is one hash over all files, to pin a revision's contents.
-"""
+"""Downloads single files of a repository of the Hugging Face Hub. The Hub provides a SHA-256 for every large file and a
+git hash for every small one; an existing file with the right hash is not downloaded again, and the rest of an incomplete
+one only."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
-import json
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
-from concurrent import futures
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,66 +17,16 @@ from urllib.parse import quote
 import httpx
 
 from baton import safe_files
-from baton.download_limits import DownloadLimits
-from baton.download_lock import one_at_a_time
-from baton.download_report import DownloadReport
+from baton.download.limits import DownloadLimits
+from baton.download.listing import CHUNK_BYTES, HubFile, Repository, read_listing
+from baton.download.report import DownloadReport
 from cluster.addresses import is_loopback
 from cluster.errors import ConfigError, ModelError, UnavailableError
 
-# Files that engine and tokenizer read; repositories also hold other formats of the same weights.
-WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
-WEIGHTS = (".safetensors",)
-CHUNK_BYTES = 1 << 20
-
 MAX_DESCRIPTION_BYTES = 32 << 20
-MAX_NAME_BYTES = 200  # file systems allow 255, and a partial file has a longer name
 TRIES = 4
 PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
-FILES_AT_ONCE = 4
-
-
-@dataclass(frozen=True)
-class Repository:
-    """`hf://ORG/NAME@REVISION`."""
-
-    name: str
-    revision: str
-
-    @classmethod
-    def parse(cls, source: str) -> Repository:
-        """Raises ConfigError."""
-        path, _, revision = source.removeprefix("hf://").partition("@")
-        parts = path.split("/")
-        if not source.startswith("hf://") or len(parts) != 2 or not all(parts):
-            raise ConfigError(f"{source!r} is not hf://ORG/NAME or hf://ORG/NAME@REVISION", field="source")
-        return cls(path, revision or "main")
-
-
-@dataclass(frozen=True)
-class HubFile:
-    path: str
-    size: int
-    sha256: str  # empty if the Hub provides a git hash
-    git_sha1: str
-
-    def matches(self, file: Path, checked: Callable[[int], None]) -> bool:
-        """Whether a file has this size and hash. A link never matches, because its target may change. `checked` gets the
-        number of bytes after each read."""
-        if file.is_symlink() or not file.is_file() or file.stat().st_size != self.size:
-            return False
-        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(f"blob {self.size}\0".encode())
-        with file.open("rb") as opened:
-            while chunk := opened.read(CHUNK_BYTES):
-                digest.update(chunk)
-                checked(len(chunk))
-        return digest.hexdigest() == (self.sha256 or self.git_sha1)
-
-
-def manifest_digest(files: list[HubFile]) -> str:
-    """SHA-256 of the sorted lines `hash  path`, which pins a revision's contents independent of the server."""
-    lines = sorted(f"{one.sha256 or one.git_sha1}  {one.path}\n" for one in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class Hub:
@@ -151,17 +93,11 @@ class Hub:
         url = f"{self._endpoint}/api/models/{quote(name)}/revision/{quote(revision)}?blobs=true"
         raw = self._retry(lambda: self._read(url))
         try:
-            described = json.loads(raw)
-            wanted = [one for one in described["siblings"] if _is_wanted(str(one["rfilename"]))]
-            files = [_described(one) for one in wanted]
-            if len({one.path for one in files}) < len(files):
-                raise ValueError("a file is listed twice")
-            commit = str(described["sha"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return read_listing(raw)
+        except ValueError as error:
             raise UnavailableError(
-                f"{self._endpoint} does not describe {name} as the Hub does: {error!r}", field="endpoint"
+                f"{self._endpoint} does not describe {name} as the Hub does: {error}", field="endpoint"
             ) from error
-        return commit, files
 
     def _read(self, url: str) -> bytes:
         """Read a description of at most MAX_DESCRIPTION_BYTES."""
@@ -177,29 +113,31 @@ class Hub:
                     )
         return bytes(raw)
 
-    def provide(self, file: HubFile, commit: str, into: Path) -> None:
-        """Download a file unless it is there. Raises ModelError if its hash differs from the Hub's."""
-        if not file.matches(into / file.path, self._checked):
-            self._download(file, commit, into)
-        self._limits.progressed()
+    def provide(self, file: HubFile, commit: str, into: Path, show_progress: Callable[[], None]) -> None:
+        """Download a file unless it is there. `show_progress` is called while files are checked, which changes none of
+        them. Raises ModelError if the file's hash differs from the Hub's."""
+
+        def checked(count: int) -> None:
+            self._limits.arrived(count)
+            self._limits.check()
+            show_progress()
+
+        if not file.matches(into / file.path, checked):
+            self._download(file, commit, into, checked)
+        self._limits.completed()
         self._report.finish(file.path, file.size)
 
-    def _download(self, file: HubFile, commit: str, into: Path) -> None:
+    def _download(self, file: HubFile, commit: str, into: Path, checked: Callable[[int], None]) -> None:
         """Resumes an earlier attempt."""
-        part = into / f".{file.path}.part"
+        part = part_of(file, into)
         url = f"{self._endpoint}/{quote(self._repository.name)}/resolve/{quote(commit)}/{quote(file.path)}"
         self._retry(lambda: self._stream(url, part, file))
-        if not file.matches(part, self._checked):
+        if not file.matches(part, checked):
             part.unlink(missing_ok=True)
             raise ModelError(
                 f"{file.path} of {self._repository.name} is not what the Hub's hash says", field=file.path
             )
         part.replace(into / file.path)
-
-    def _checked(self, count: int) -> None:
-        """Bytes of a file that is here were checked."""
-        self._limits.arrived(count)
-        self._limits.check()
 
     def _stream(self, url: str, part: Path, file: HubFile) -> None:
         """Append the response to the part. Raises ModelError if it exceeds the announced size."""
@@ -263,6 +201,11 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
 
+def part_of(file: HubFile, into: Path) -> Path:
+    """Return where a file is until it is complete and checked."""
+    return into / f".{file.path}.part"
+
+
 def _shut_down(one: socket.socket) -> None:
     with contextlib.suppress(OSError):  # already closed
         socket.socket.shutdown(one, socket.SHUT_RDWR)
@@ -277,18 +220,6 @@ def _parsed(endpoint: str) -> httpx.URL:
     raise ConfigError(f"--endpoint {endpoint!r} is not http://HOST or https://HOST", field="endpoint")
 
 
-def _is_wanted(path: str) -> bool:
-    return path.endswith(WANTED) and "/" not in path
-
-
-def _described(one: dict[str, Any]) -> HubFile:
-    large = one.get("lfs") or {}
-    path, size = str(one["rfilename"]), int(large.get("size", one.get("size", 0)))
-    if not path.isprintable() or len(path.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"a file has the name {path[:MAX_NAME_BYTES]!r}")
-    return HubFile(path, size, str(large.get("sha256", "")), str(one.get("blobId", "")))
-
-
 def _may_go_on(part: Path, size: int) -> bool:
     """Whether this user's earlier attempt left the file: another user could change a file after its hash was checked."""
     try:
@@ -296,82 +227,3 @@ def _may_go_on(part: Path, size: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size <= size and found.st_uid == os.geteuid()
-
-
-def _provide_all(
-    hub: Hub,
-    limits: DownloadLimits,
-    files: Sequence[HubFile],
-    commit: str,
-    into: Path,
-    done: Callable[[], None],
-) -> None:
-    """FILES_AT_ONCE at a time; the first error, or Ctrl-C, ends the others. `done` is called after each file."""
-
-    def provide(file: HubFile) -> None:
-        try:
-            limits.check()
-            hub.provide(file, commit, into)
-        except BaseException as error:
-            limits.stop(error)
-            raise
-        done()
-
-    with futures.ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        try:
-            futures.wait([pool.submit(provide, file) for file in files], return_when=futures.FIRST_EXCEPTION)
-            if limits.failure is not None:
-                raise limits.failure
-        finally:
-            limits.stop()
-            pool.shutdown(cancel_futures=True)
-
-
-def _check_out(into: Path) -> None:
-    """Raise ConfigError if the directory cannot be made. One that exists may belong to another user, and be complete."""
-    if os.path.exists(into):  # not Path.exists, which raises below a directory that may not be searched
-        return
-    above = next(one for one in into.absolute().parents if os.path.exists(one))
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"--out {into} cannot be made (no right to write in {above}): name a directory where this user may write",
-            field="out",
-        )
-
-
-def fetch(
-    source: str,
-    into: Path,
-    *,
-    endpoint: str,
-    seconds: float,
-    sha256: str = "",
-    weights: bool = True,
-    report: DownloadReport | None = None,
-) -> list[HubFile]:
-    """Make `into` hold the repository's files; return all that the repository has for us.
-
-    `seconds` is the longest time without progress. `sha256` must be their `manifest_digest`, if it is given. The token
-    is HF_TOKEN of the environment. Raises what Hub raises, and OSError where the disk is full.
-    """
-    _check_out(into)
-    limits, report = DownloadLimits(seconds), report or DownloadReport()
-    hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), limits, report)
-    try:
-        commit, files = hub.list_files()
-        if sha256 and manifest_digest(files) != sha256:
-            raise ModelError(
-                f"{source} is {manifest_digest(files)}, not the {sha256} that was asked for", field="sha256"
-            )
-        into.mkdir(parents=True, exist_ok=True)
-        wanted = [one for one in files if weights or not one.path.endswith(WEIGHTS)]
-        report.expect(len(wanted), sum(one.size for one in wanted))
-        with one_at_a_time(into, limits) as show_progress:
-            _provide_all(hub, limits, wanted, commit, into, show_progress)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"--out {into}: {error}", field="out") from error
-    finally:
-        hub.close()
-    return files

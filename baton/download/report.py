@@ -7,18 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 LINE_SECONDS = 10.0
+GIB = 1 << 30
 
 
 class DownloadReport:
     """Shows nothing. Called by several threads, for a file by one of them at a time. Sizes are bytes."""
 
     def expect(self, files: int, size: int) -> None:
-        """What there will be in all, files included that are here already."""
+        """What there will be in all, files included that are here already. Called again when the download begins."""
+
+    def wait(self, directory: Path, have: int) -> None:
+        """Another process downloads to the directory, where `have` bytes are. Called again and again until it ends."""
 
     def begin(self, path: str, size: int, have: int) -> None:
         """A file's download starts, with the first `have` bytes there already. Called again if it is restarted."""
@@ -64,9 +69,19 @@ class LineReport(DownloadReport):
         self._files: dict[str, _File] = {}
         self._received = 0  # since the last line
         self._last_line = clock()
+        self._has_waited = False
 
     def expect(self, files: int, size: int) -> None:
         self._expected_files, self._expected_bytes = files, size
+
+    def wait(self, directory: Path, have: int) -> None:
+        with self._lock:
+            if not self._has_waited or self._is_due():
+                self._has_waited, self._last_line = True, self._clock()
+                self._write(
+                    f"another process downloads to {directory} (it holds .lock there); waiting for it, "
+                    f"{have / GIB:.1f} of {self._expected_bytes / GIB:.1f} GiB"
+                )
 
     def begin(self, path: str, size: int, have: int) -> None:
         with self._lock:
@@ -84,17 +99,19 @@ class LineReport(DownloadReport):
             self._write_if_due()
 
     def _write_if_due(self) -> None:
-        passed = self._clock() - self._last_line
-        if passed >= LINE_SECONDS:
-            self._write(self._line(passed))
+        if self._is_due():
+            self._write(self._line(self._clock() - self._last_line))
             self._received, self._last_line = 0, self._clock()
+
+    def _is_due(self) -> bool:
+        return self._clock() - self._last_line >= LINE_SECONDS
 
     def _line(self, passed: float) -> str:
         complete = sum(one.is_complete for one in self._files.values())
         have = sum(one.have for one in self._files.values())
         parts = [
             f"{complete} of {self._expected_files} files",
-            f"{have / (1 << 30):.1f} of {self._expected_bytes / (1 << 30):.1f} GiB",
+            f"{have / GIB:.1f} of {self._expected_bytes / GIB:.1f} GiB",
             f"{self._received / passed / (1 << 20):.1f} MiB/s",
         ]
         active = [(path, one) for path, one in self._files.items() if not one.is_complete]
@@ -111,7 +128,10 @@ class BarReport(DownloadReport):
         self._files: dict[str, TaskID] = {}
 
     def expect(self, files: int, size: int) -> None:
-        self._bars.update(self._all, description=f"{files} file{'s' * (files != 1)}", total=size)
+        self._bars.update(self._all, description=f"{files} file{'s' * (files != 1)}", total=size, completed=0)
+
+    def wait(self, directory: Path, have: int) -> None:
+        self._bars.update(self._all, description="another process downloads there", completed=have)
 
     def begin(self, path: str, size: int, have: int) -> None:
         before = self._remove(path)
