@@ -4,8 +4,8 @@ A tokenizer reads the text of a special token as that token wherever it stands: 
 the message and begin another turn. A template may also join it from two values (`<|im_` and `end|>`), or from its own
 text and a value (`<` and `|im_end|>`), and may cut, trim and replace before. So roles are from a fixed set, and in all
 other texts of the client (contents, arguments and results of tools, their descriptions and schemas, keys included) a mark,
-a character that no text has, stands behind every character that begins a special token's text and before every one that
-ends one:
+a character that no text of the request has, stands behind every character that begins a special token's text and before
+every one that ends one:
 
     content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
                                                     as special tokens       as plain text
@@ -27,14 +27,15 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
+from router.text.bound import steps_of
 from router.text.templates import filtered_texts, named_keys, searched_texts, written_texts
 
 AskingRole = Literal["system", "developer", "user"]
 ROLES = (*get_args(AskingRole), "assistant", "tool")
 T = TypeVar("T")
-# Hardly any text has them: of the C1 control characters, with which a text takes no more memory, and of a private-use
-# plane.
-_MARKS = [*map(chr, range(0x98, 0xA0)), *map(chr, range(0xF0000, 0xF0008))]
+# Signs of which hardly any text has all: without case, not white space, and printable, so that Python's `repr`, with which
+# templates write lists and objects, leaves them. With the first, of Latin-1, a text takes no more memory.
+_MARKS = [*"\u00a4\u00a6\u00ac\u00f7\u00b1\u00b6\u00b7\u00d7", *map(chr, range(0x2E0E, 0x2E16))]
 _SPACE = re.compile(r"\s*")
 PIECE_CHARACTERS = 1 << 16  # searched at once, under the interpreter lock
 
@@ -75,24 +76,27 @@ class Contents:
         self._longest = max(map(len, texts), default=0)
         # Marks stand within the white space around a text, which templates trim.
         cores = {text.strip() or text for text in texts}
-        self._first = {text[0] for text in cores}
-        self._last = {text[-1] for text in cores}
+        self._first = {one for text in cores for one in (text[0].lower(), text[0].upper())}
+        self._last = {one for text in cores for one in (text[-1].lower(), text[-1].upper())}
         self._edges = tuple(self._first | self._last)
         own = set[str]().union(*map(written_texts, sources))
+        self._marks = [one for one in _MARKS if not any(one in text for text in (*texts, *own, *sources))]
         self._searched = set[str]().union(*map(searched_texts, sources), *map(filtered_texts, sources))
-        self._keys = self._searched.union(*map(named_keys, sources))
+        self._keys = set(filter(self._is_word, self._searched.union(*map(named_keys, sources))))
         cuts = "|".join(map(re.escape, sorted(filter(None, self._searched), key=len, reverse=True)))
-        self._cuts = re.compile(f"({cuts or '(?!)'})")
+        self._cuts = re.compile(cuts or "(?!)")
+        self._longest_cut = max(map(len, self._searched), default=0)
         self._kept = sorted((one for one in self._searched if self._keeps(one, cores)), key=len, reverse=True)
         # What may stand between the template's own beginning of a special token and its own end.
         begun = {text[:end] for text in cores for end in range(1, len(text))}
         opened = tuple(part for part in begun if any(one.endswith(part) for one in own))
-        self._inner = "\n".join(text[1:-1] for text in sorted(cores) if text.startswith(opened))
+        self._inner = "\n".join(text[1:-1].lower() for text in sorted(cores) if text.startswith(opened))
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
         # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
-        normalizes = tokenizer.normalizer is not None
+        normalizes = any(steps_of(tokenizer.normalizer, "normalizers"))
         self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
+        self._every = re.compile(prefix_tree({one.content for one in special}) or "(?!)")
         # Made at the start: for a large vocabulary it takes some tenths of a second, under the interpreter lock.
         self._plain, self._inside = _without_special(tokenizer, [one for one in special if not one.special])
         self._ids = frozenset(found)
@@ -107,6 +111,12 @@ class Contents:
             and not any(one.endswith(core) or core.endswith(one) for one in ends for core in cores)
         )
 
+    def _is_word(self, key: str) -> bool:
+        """Whether a key that the template names may stay as it is."""
+        if self._special is None or self._special.search(key) is not None:
+            return False
+        return key.isidentifier() or not any(one in key for one in self._edges)
+
     def marked(self, values: T) -> tuple[T, str]:
         """The values, nested lists and objects, with marks in every text of which a special token's may be made; and the
         mark, empty if there are no such texts.
@@ -118,10 +128,11 @@ class Contents:
             self._refuse(values)
         if not any(map(self._needs_marks, self._free(values))):
             return values, ""
-        mark = next((one for one in _MARKS if not any(map(_holds(one), texts(values)))), None)
+        mark = next((one for one in self._marks if not any(map(_holds(one), texts(values)))), None)
         if mark is None:
             raise InvalidRequestError(
-                "messages: hold too many kinds of control and private-use characters", field="messages"
+                f"messages: hold all of {''.join(self._marks)}; leave one of these signs out",
+                field="messages",
             )
 
         def protect(value: Any, key: str = "") -> Any:
@@ -152,14 +163,21 @@ class Contents:
     def _needs_marks(self, text: str) -> bool:
         return any(one in text for one in self._edges) or any(map(self._is_inner, self._parts(text)))
 
-    def _parts(self, text: str) -> list[str]:
+    def _parts(self, text: str) -> Iterator[str]:
         """Between the texts that the template searches for and may cut at, which are parts, too; none if no part can be
         within a special token's text."""
-        return self._cuts.split(text) if self._inner and text not in self._searched else []
+        if not self._inner or text in self._searched:
+            return
+        end = 0
+        for found in _found(self._cuts, self._longest_cut, text):
+            yield text[end : found.start()]
+            yield found[0]
+            end = found.end()
+        yield text[end:]
 
     def _is_inner(self, part: str) -> bool:
-        """Whether all but this of a special token's text may be the template's own."""
-        core = part.strip()
+        """Whether all but this of a special token's text may be the template's own, whichever case it writes."""
+        core = part.strip().lower()
         return core != "" and core in self._inner
 
     @staticmethod
@@ -172,8 +190,10 @@ class Contents:
         for place, whole in enumerate(self._kept[kept:], kept + 1):
             if whole in text:
                 return whole.join(self._broken(part, mark, place) for part in text.split(whole))
-        if parts := self._parts(text):
-            text = "".join(self._apart(part, mark) if self._is_inner(part) else part for part in parts)
+        if any(map(self._is_inner, self._parts(text))):
+            text = "".join(
+                self._apart(part, mark) if self._is_inner(part) else part for part in self._parts(text)
+            )
         for one in self._first:
             text = text.replace(one, one + mark)
         for one in self._last:
@@ -181,13 +201,23 @@ class Contents:
         return text
 
     def settled(self, text: str, mark: str) -> Rendered:
-        """A rendered text of marked values: without the marks if the same special tokens are found without them."""
+        """A rendered text of marked values: without the marks if the same special tokens are found without them.
+
+        Raises InvalidRequestError if only the tokenizer's normalizer makes one, of several texts.
+        """
+        plain = text.replace(mark, "") if mark else text
+        if self._unmarkable:
+            made = sum(one in self._ids for one in _encoded(self._tokenizer, plain))
+            if made > sum(1 for _ in _found(self._every, self._longest, text)):
+                raise InvalidRequestError(
+                    "messages: together make the text of a special token", field="messages"
+                )
         if not mark:
             return Rendered(text)
-        plain = text.replace(mark, "")
+        assert self._special is not None, "else nothing is marked"
         begin = marks = 0
         for own, found in itertools.zip_longest(
-            self._found(text, self._special), self._found(plain, self._special)
+            _found(self._special, self._longest, text), _found(self._special, self._longest, plain)
         ):
             if own is None or found is None or own[0] != found[0]:
                 return Rendered(text, mark)
@@ -197,30 +227,20 @@ class Contents:
                 return Rendered(text, mark)
         return Rendered(plain)
 
-    def _found(self, text: str, pattern: re.Pattern[str] | None) -> Iterator[re.Match[str]]:
-        """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms."""
-        more = self._longest - 1
-        assert pattern is not None
-        at = 0
-        while at < len(text):
-            end = at + PIECE_CHARACTERS
-            found = pattern.search(text, at, end + more)
-            if found is None or found.start() >= end:  # there it may be cut short
-                at = end
-            else:
-                yield found
-                at = found.end()
-
     def _refuse(self, values: Any) -> None:
         for field, text in _named_texts(values):
             if not self._ids.isdisjoint(_encoded(self._tokenizer, text)):
                 raise InvalidRequestError(f"{field}: holds the text of a special token", field=field)
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Token ids of a rendered conversation that holds marks."""
+        """Token ids of a rendered conversation that holds marks. Raises InvalidRequestError where the tokenizer's
+        vocabulary makes a special token of other tokens, so that a text cannot be told from it."""
         ids: list[int] = []
         for piece, tokenizer in self._pieces(rendered):
-            ids += _encoded(tokenizer, piece.replace(rendered.mark, ""))
+            made = _encoded(tokenizer, piece.replace(rendered.mark, ""))
+            if tokenizer is not self._tokenizer and not self._ids.isdisjoint(made):
+                raise InvalidRequestError("messages: hold the text of a special token", field="messages")
+            ids += made
         return ids
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, Tokenizer]]:
@@ -228,7 +248,8 @@ class Contents:
         that these take; what has no marks stays together."""
         text, mark = rendered.text, rendered.mark
         begin = end = 0
-        for found in (*self._found(text, self._special), None):
+        assert self._special is not None, "else nothing is marked"
+        for found in (*_found(self._special, self._longest, text), None):
             until = found.start() if found is not None else len(text)
             between = text[end:until]
             if mark in between:
@@ -261,6 +282,19 @@ def texts(values: Any) -> Iterator[str]:
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
+
+
+def _found(pattern: re.Pattern[str], longest: int, text: str) -> Iterator[re.Match[str]]:
+    """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms. `longest`: of the matches."""
+    at = 0
+    while at < len(text):
+        end = at + PIECE_CHARACTERS
+        found = pattern.search(text, at, end + longest - 1)
+        if found is None or found.start() >= end:  # there it may be cut short
+            at = end
+        else:
+            yield found
+            at = found.end()
 
 
 def _holds(mark: str) -> Callable[[str], bool]:

@@ -227,13 +227,13 @@ class ModelText:
 
         def rendered() -> tuple[Conversation, Rendered]:
             given = read()
-            values: dict[str, Any] = {
-                "messages": given.messages,
-                "tools": [one.for_template() for one in given.tools],
-                "kwargs": given.template_kwargs,
-            }
-            values, mark = self._contents.marked(values)
-            return given, self._contents.settled(self._rendered(given, **values, mark=mark), mark)
+            tools = [one.for_template() for one in given.tools]
+            # Names of kwargs are the template's variables.
+            values = (given.messages, tools, [*given.template_kwargs.values()])
+            (messages, tools, set_to), mark = self._contents.marked(values)
+            kwargs = dict(zip(given.template_kwargs, set_to, strict=True))
+            text = self._rendered(given, messages, tools, kwargs, mark)
+            return given, self._contents.settled(text, mark)
 
         if characters <= INLINE_CHAT_CHARACTERS:
             return rendered()

@@ -66,6 +66,7 @@ def test_expiry_and_revocation_end_a_key():
         "- {}",
         "- 3",
         "- {id: x, tenant: a, key_sha256: b}",
+        f'- {{id: {"0" * 16}, tenant: "\\0model:a", key_sha256: {"0" * 64}}}',
         "\x00",
         "- &a [*a]",
         "a: b: c",

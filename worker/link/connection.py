@@ -84,7 +84,9 @@ class Connection(asyncio.Protocol):
             log.warning("a link was refused: its certificate is not one of %s", ROUTER_NAME)
             self._transport.abort()
             return
-        self._transport.set_write_buffer_limits(high=0)  # one frame at a time: the logs are the buffer
+        # One frame at a time: the logs are the buffer. Not 0: uvloop with TLS takes no unwritten bytes for as many as 0,
+        # and would write the next frame only after the router has sent something.
+        self._transport.set_write_buffer_limits(high=1)
         self._made = self._heard = self._loop.time()
         self._tick_later()
 

@@ -155,6 +155,7 @@ def test_what_the_template_searches_for_is_marked_only_if_a_special_token_can_be
         "{{ (a ~ b) | replace('#', '') }}",
         "{{ a | lower }}{{ b | lower }}",
         "{{ (a | trim)[1:-1] }}{{ (b | trim)[1:-1] }}",
+        "{{ '<' ~ (a ~ b) | lower | trim('<>') ~ '>' }}",
         "{{ a }}{{ b }}",
     ],
 )
@@ -180,8 +181,10 @@ def test_no_template_makes_a_special_token_of_clients_texts(template, at):
         assert rendered.text == (text if "<|e|>" in text.replace(mark, "") else text.replace(mark, ""))
 
 
-@pytest.mark.parametrize("template", ["{{ '<s' ~ x | trim }}", "<{{ x }}>", "<{{ x.split('#')[0] | trim }}>"])
-@pytest.mark.parametrize("x", ["s", ">", "> a", " >", "\n>\n", "s>", "s\n", f"{' ' * 70_000}s", "s#a"])
+@pytest.mark.parametrize(
+    "template", ["{{ '<s' ~ x | trim }}", "<{{ x }}>", "<{{ x.split('#')[0] | trim | lower }}>"]
+)
+@pytest.mark.parametrize("x", ["s", "S", ">", "> a", " >", "\n>\n", "s>", "s\n", f"{' ' * 70_000}s", "s#a"])
 def test_no_text_completes_the_templates_own(template, x):
     contents = of("<s>", template=template)
     (x,), mark = contents.marked([x])
@@ -202,9 +205,89 @@ def test_words_of_the_template_are_not_marked():
         assert mark and marked != value and first in ("tool", "user", f"{mark}use{mark}\n")
 
 
+def test_a_key_is_marked_though_the_template_searches_for_it():
+    """As gpt-oss's does for `<|channel|>final<|message|>`, in contents."""
+    contents = of("<|e|>", "<|m|>", template="{{ '<|e|>a<|m|>' in m.content or m['<|'] or m.get('b c') }}")
+    assert contents.marked([{"content": 1, "b c": 2}]) == ([{"content": 1, "b c": 2}], "")
+    for key in ("<|e|>a<|m|>", "<|", "m>"):
+        (marked,), mark = contents.marked([{key: {}}])
+        assert mark and key not in marked and [one.replace(mark, "") for one in marked] == [key]
+
+
+def test_keys_that_a_template_names_stay_though_special_tokens_begin_with_letters():
+    contents = of("sop", template="{{ m.steps }}{{ m.sop }}{{ m.content }}")
+    (marked,), mark = contents.marked([{"steps": 1, "sop": 2, "spot": 3}])
+    assert mark and [*marked] == ["steps", f"s{mark}o{mark}p", f"s{mark}{mark}pot"]
+
+
+def test_lists_that_a_template_writes_have_no_marks():
+    """Python's `repr` writes them; it escapes what is not printable."""
+    contents = of("<|e|>")
+    (values,), mark = contents.marked([["a < b", {"<p>": "c > d"}]])
+    assert contents.settled(f"{values}", mark) == Rendered("['a < b', {'<p>': 'c > d'}]")
+    source = "".join(contents_module._MARKS[:3])
+    written = "{{ '\\u00f7' }}" + source
+    assert of("<|e|>", template=written).marked(["<"])[1] == contents_module._MARKS[4], (
+        "no mark is the template's"
+    )
+
+
+def test_texts_that_only_together_make_a_special_token_by_normalisation_are_refused():
+    loose = byte_level(AddedToken("<|e|>", special=True, normalized=True))
+    loose.normalizer = normalizers.NFKC()
+    contents = Contents(loose)
+    assert contents.settled("<|e|>a\uff1c|b", "") == Rendered("<|e|>a\uff1c|b")
+    with pytest.raises(InvalidRequestError, match="together"):
+        contents.settled("<|e|>a\uff1c|e|\uff1e", "")
+    loose.normalizer = normalizers.Sequence([])
+    (marked,), mark = Contents(loose).marked(["<|e|>"])
+    assert marked.replace(mark, "") == "<|e|>", "nothing is normalised"
+
+
+def test_a_special_token_that_the_vocabulary_makes_of_others_is_refused():
+    pieces = [*"<s>/", "</", "s>", "</s>"]
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.add_special_tokens([AddedToken("</s>", normalized=False)])
+    contents = Contents(made)
+    (marked,), mark = contents.marked(["</s>"])
+    assert contents.encode(Rendered("</s>", "")) == [6]
+    with pytest.raises(InvalidRequestError, match="special token"):
+        contents.encode(contents.settled(marked, mark))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """Edges of its special tokens are letters, as of GLM-4.5's."""
+    directory = tmp_path_factory.mktemp("glm")
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_special_tokens(["/nothink", "sop", "msg"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(
+        "sop{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if not enable_thinking %}/nothink{% endif %}{{ tools or '' }}{{ look }}"
+    )
+    text = ModelText(directory)
+    yield text
+    text.close()
+
+
+async def test_special_tokens_may_begin_and_end_with_letters(glm):
+    kwargs = {"enable_thinking": False, "look": "messages: books"}
+    for content, forged in (("task sop looks", True), ("task", False)):
+        conversation = Conversation([{"role": "user", "content": content}], template_kwargs=kwargs)
+        _, rendered = await glm.chat(lambda given=conversation: given, 0)
+        whole = glm.render(conversation)
+        assert (rendered == Rendered(whole)) != forged
+        tokens = await glm.encode(rendered, special=False)
+        names = [glm.tokenizer.id_to_token(one) for one in tokens if one in glm.pieces.special]
+        assert names == ["sop", "/nothink"]
+        assert glm.tokenizer.decode(tokens, skip_special_tokens=False) == whole
+
+
 def test_a_special_token_at_another_place_is_no_other():
     contents = of("<a>", ">b<")
-    mark = "\x98"
+    mark = "\u00a4"
     assert contents.settled(f"x<a>b<{mark}c>", mark) == Rendered("x<a>b<c>")
     assert contents.settled(f"x<a>b<{mark}a>", mark).mark
     assert contents.settled(f"<{mark}a>b<a>", mark).mark
@@ -235,7 +318,7 @@ def test_contents_that_leave_no_mark_are_refused():
     for others in ([*marks[:-1]], [json.dumps(one)[1:-1] for one in marks[:-1]]):
         one_left = [{"role": "user", "content": "".join(others)}, {"role": "user", "content": "<|im_end|>"}]
         assert contents.marked(one_left)[1] == marks[-1]
-    with pytest.raises(InvalidRequestError, match="private-use"):
+    with pytest.raises(InvalidRequestError, match="leave one"):
         contents.marked([*plain, {"role": "user", "content": "<|im_end|>"}])
 
 
@@ -368,7 +451,7 @@ def test_pieces_have_the_matches_of_the_whole_text(monkeypatch, piece):
     for _ in range(200):
         text = "".join(draws.choices("<a>b[x]*. ", k=24))
         whole = [found.span() for found in special.finditer(text)]
-        assert [found.span() for found in contents._found(text, special)] == whole
+        assert [found.span() for found in contents_module._found(special, contents._longest, text)] == whole
 
 
 def test_of_texts_with_the_same_beginning_the_longest_is_found():

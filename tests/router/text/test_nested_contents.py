@@ -80,14 +80,14 @@ async def test_no_text_of_a_client_forges_a_turn(text, place):
     decoded = b"".join(text.pieces.bytes_of(token) for token in forged).decode()
     ends = plain.count(text.tokenizer.token_to_id(END))
     assert decoded.count(END) == ends + 1, "it is read as it was written"
-    assert "\x98" not in decoded and "u0098" not in decoded
+    assert "\u00a4" not in decoded and "u00a4" not in decoded
 
 
 async def test_the_escape_of_a_mark_stays_text(text):
-    """A template escapes marks, too: its `\\u0098` must not be taken for one."""
-    value = "<p> \\u0098 \x99"
+    """A template escapes marks, too: its `\\u00a4` must not be taken for one."""
+    value = "<p> \\u00a4 \u00a6"
     ids = await encoded(text, Conversation([USER, called({"a": value})], template_kwargs={"ascii": True}))
-    assert r'{"a": "<p> \\u0098 \u0099"}' in text.tokenizer.decode(ids)
+    assert r'{"a": "<p> \\u00a4 \u00a6"}' in text.tokenizer.decode(ids)
 
 
 def splits():
