@@ -156,7 +156,9 @@ class DecodeJobs:
             else:
                 piece()
         self.steps += 1  # before the leader has the logits of all ranks
-        return self._parts.decoder.whole_logits(self._work.logits[:rows])
+        logits = self._work.logits[:rows]
+        # The next step writes the buffer, and in fp32 nothing else copies it.
+        return self._parts.decoder.whole_logits(logits.clone() if logits.dtype is torch.float32 else logits)
 
     def _compile(self, operations: Sequence[Job | Call], adapted: bool) -> list[Piece]:
         """Compile the jobs together: those before a sum prefetch weights for the product after it."""

@@ -12,6 +12,7 @@ from engine.layers.linear import (
     Linear,
     MakeLinear,
     PanelLinear,
+    RowLinear,
     TorchLinear,
     Weight,
 )
@@ -36,37 +37,45 @@ def maker_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGrou
 
 def _team_of_panels(config: EngineConfig, team: Team) -> KernelTeam | None:
     """The team, if it multiplies plain weights by our own product on a CPU."""
-    fits = config.dtype == "bfloat16" and config.attention_backend != "triton"
-    return team if fits and isinstance(team, KernelTeam) else None
+    return team if config.attention_backend == "cpu" and isinstance(team, KernelTeam) else None
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """The kind of linear layer for plain weights: our own product on a CPU in bf16; on CUDA our own for single rows if
+    """The kind of linear layer for plain weights: our own product on a CPU; on CUDA our own for single rows if
     Triton works, which attention by `triton` shows."""
     if config.dtype == "bfloat16" and config.attention_backend == "triton":
         return _cuda_linear
     panels = _team_of_panels(config, team)
     if panels is None:
         return _torch_linear
-    from engine.ops import cpu_products
+    from engine.ops import cpu_products, cpu_row_products
 
     area = cpu_products.Area()
 
-    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    def make(
+        weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
+    ) -> Linear:
         assert isinstance(weight, Tensor), "only plain weights come here"
-        fits = weight.shape[1] % 2 == 0
+        wide = panels.dtype is torch.float32
+        if wide and shared and cpu_row_products.takes(weight.shape[1]):
+            return RowLinear(weight, bias, panels)
+        fits = weight.shape[1] % 2 == 0 or wide
         return PanelLinear(weight, bias, panels, area) if fits else TorchLinear(weight, bias)
 
     return make
 
 
-def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+def _cuda_linear(
+    weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
+) -> Linear:
     if isinstance(weight, CodedWeight):
         return CodedLinear(weight, bias)
     assert isinstance(weight, Tensor), "int8 layers are made by engine/quant/int8.py"
     return CudaLinear(weight, bias)
 
 
-def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+def _torch_linear(
+    weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
+) -> Linear:
     assert isinstance(weight, Tensor), "only plain weights come here"
     return TorchLinear(weight, bias)

@@ -1,6 +1,6 @@
-"""Attention on the CPU: single tokens by a kernel that reads the blocks in place; prompts by matrix products, or in bf16
-on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in a fraction of the time. Without the
-instruction torch's products take 28 times as long in bf16 as in fp32 (measured), in which they are computed then."""
+"""Attention on the CPU: single tokens by a kernel that reads the blocks in place. Prompts in fp32, and in bf16 on CPUs
+without an instruction for it, by one that does so too (engine/ops/cpu_wide_prompts); with the instruction by one that
+needs it (engine/ops/cpu_prompts), and by matrix products where that kernel takes no such heads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
 from engine.ops import cpu_tiles as tiles
+from engine.ops import cpu_wide_prompts as wide_prompts
 from engine.ops.cpu_elements import kind_of
 from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import Chunk, StepBuffers
@@ -26,23 +27,46 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
-        self._in_fp32 = not products.has_instruction()
-        self._softmax = kernels.softmax_rows(kind_of(torch.float32 if self._in_fp32 else self._dtype))
+        by_instruction = self._dtype is torch.bfloat16 and products.has_instruction()
+        self._wide = not by_instruction
+        self._softmax = kernels.softmax_rows(kind_of(self._dtype))
         self._quantized = kv_blocks.is_quantized(kv_cache)
         self._tokens = jobs.ATTEND_INT8 if self._quantized else jobs.ATTEND
         self._step: StepBuffers | None = None
-        fits = self._dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
-        self._by_kernel = fits and products.has_instruction()
+        self._prompts = jobs.ATTEND_PROMPT_WIDE_INT8 if self._quantized else jobs.ATTEND_PROMPT_WIDE
+        self._by_kernel = by_instruction and shape.head_dim % products.PANEL == 0 and not shape.cap
         self._amx = tiles.supported()
         self._least_rows = tiles.TILE_ROWS if self._amx else prompts.ROWS
         self._panels = self._flat.new_empty(0)
 
     def begin(self, step: StepBuffers) -> None:
-        super().begin(step)
+        if not self._wide:
+            super().begin(step)
         self._step = step
 
     def _chunks(self, step: StepBuffers) -> list[Chunk]:
         return step.chunks
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self._wide:
+            return super().attend(layer, q, k, v)
+        assert self._step is not None, "`begin` comes first"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._attend_tokens(layer, q, out)
+        for chunk in self._step.chunks:
+            self._kernels.run(*self._prompt_job(self._step, chunk, layer, q[chunk.tokens], out[chunk.tokens]))
+        return out.view(q.shape[0], -1)
+
+    def _prompt_job(self, step: StepBuffers, chunk: Chunk, layer: int, q: Tensor, out: Tensor) -> Job:
+        """Attention of one item of several tokens in fp32, whose keys and values are in the cache."""
+        s, cache, rows = self._shape, self._cache, q.shape[0]
+        spans = wide_prompts.spans(rows * self._group, s.num_kv_heads, self._kernels.threads)
+        at = (
+            q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), rows, chunk.begin, step.table[chunk.row].data_ptr(),
+            cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group, s.page_size,
+            s.windows[layer], bits_of(self._scale), bits_of(s.cap), _address(self._sinks(layer)), spans,
+        )  # fmt: skip
+        return self._prompts, s.num_kv_heads * spans, at
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
         if self._step is not None and self._step.num_singles:
@@ -81,11 +105,6 @@ class PagedCpuBackend(SdpaBackend):
         sinks: Tensor | None,
     ) -> None:
         rows = q.shape[0]
-        if self._in_fp32:
-            keys, values = (
-                one.to(torch.float32, memory_format=torch.contiguous_format) for one in (keys, values)
-            )
-            return super()._attend_prompt(q.float(), keys, values, begin, window, out, sinks)
         if not self._by_kernel or rows < self._least_rows:
             return super()._attend_prompt(q, keys, values, begin, window, out, sinks)
         s, tokens, run = self._shape, begin + rows, self._kernels.run

@@ -50,8 +50,11 @@ Linear = Callable[[Tensor], Tensor]  # y = x Wᵀ + b; x [tokens, in]
 
 
 class MakeLinear(Protocol):
-    def __call__(self, weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-        """`split_inputs`: the ranks have a share of the inputs each, and add their results."""
+    def __call__(
+        self, weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
+    ) -> Linear:
+        """`split_inputs`: the ranks have a share of the inputs each, and add their results. `shared`: the matrix is in
+        memory for another use anyway."""
 
 
 @runtime_checkable
@@ -137,9 +140,40 @@ class CodedLinear:
         return multiply(x, self._weight, self._bias)
 
 
+class RowLinear(TorchLinear):
+    """fp32 on a CPU, the matrix as it is given: our own kernels on the team's threads (engine/ops/cpu_row_products)."""
+
+    row_bytes = 0
+    row_maxima = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
+        """`weight`: of a number of inputs that the kernel takes."""
+        from engine.ops import cpu_jobs, cpu_row_products
+
+        super().__init__(weight.contiguous(), bias)
+        self._run, self._code = team.run, cpu_jobs.MULTIPLY_IN_ROWS
+        self._items = -(-self.out_features // cpu_row_products.ITEM)
+        self._added = torch.zeros(self.out_features) if bias is None else bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.out_features)
+        self._run(*self._job(rows, x.data_ptr(), out.data_ptr()))
+        return out
+
+    def jobs(
+        self, rows: int, x: int, out: int, codes: int = 0, scales: int = 0, row_maxima: int = 0
+    ) -> list[Job]:
+        return [self._job(rows, x, out)]
+
+    def _job(self, rows: int, x: int, out: int) -> Job:
+        matrix = (self.in_features, self._weight.data_ptr(), self._added.data_ptr())
+        return self._code, self._items, (x, rows, *matrix, out, self.out_features)
+
+
 class PanelLinear:
-    """bf16 on a CPU: our own kernels on the team's threads, by AMX (engine/ops/cpu_tile_products), AVX512-BF16
-    (cpu_products) or in fp32 (cpu_wide_products)."""
+    """bf16 or fp32 on a CPU: our own kernels on the team's threads, in bf16 by AMX (engine/ops/cpu_tile_products) or
+    AVX512-BF16 (cpu_products), else in fp32 (cpu_wide_products)."""
 
     row_bytes = 0
     row_maxima = None
@@ -147,6 +181,7 @@ class PanelLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
 
+        assert weight.dtype is team.dtype, "the team's kernels are compiled for its dtype"
         self._run = team.run
         self.out_features, self._inputs = weight.shape
         self._panels = cpu_products.pack(weight, area)
@@ -155,8 +190,9 @@ class PanelLinear:
             self._bias[: self.out_features] = bias
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
         # For any number of rows the same: a row's numbers do not depend on what is computed beside it.
-        self._tiled = cpu_tile_products.takes(self._inputs)
-        plain = cpu_jobs.MULTIPLY if cpu_products.has_instruction() else cpu_jobs.MULTIPLY_WIDE
+        by_instruction = weight.dtype is torch.bfloat16 and cpu_products.has_instruction()
+        self._tiled = by_instruction and cpu_tile_products.takes(self._inputs)
+        plain = cpu_jobs.MULTIPLY if by_instruction else cpu_jobs.MULTIPLY_WIDE
         self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else plain
         self._blocks = cpu_tile_products.blocks
 

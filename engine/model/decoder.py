@@ -82,7 +82,7 @@ class Decoder:
         final_norm = weights.norm("norm")
         assert final_norm is not None, "it has a name"
         self.final_norm = final_norm
-        self.head = linear(weights.head(self._vocab, self.embedding), None)
+        self.head = linear(weights.head(self._vocab, self.embedding), None, shared=c.tie_embeddings)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
         # Attention sinks, float32 [layers, heads of this rank]
         self.sinks = (

@@ -25,8 +25,10 @@ from engine.ops import cpu_int8_rows as int8_rows
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
+from engine.ops import cpu_row_products as row_products
 from engine.ops import cpu_tile_products as tile_products
 from engine.ops import cpu_wide_products as wide_products
+from engine.ops import cpu_wide_prompts as wide_prompts
 from engine.ops.cpu_elements import CODES
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
@@ -43,9 +45,13 @@ AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
     GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP, MULTIPLY_WIDE,
-) = range(19)  # fmt: skip
-PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE)
-OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8)
+    MULTIPLY_IN_ROWS, ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8,
+) = range(22)  # fmt: skip
+PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE, MULTIPLY_IN_ROWS)
+OF_HEADS = (
+    HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8,
+    ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8,
+)  # fmt: skip
 _LOW = 0xFFFFFFFF
 DONE = 1  # returned by a kernel; numba's callbacks that raise write the error to stderr and return 0
 
@@ -246,6 +252,11 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
         wide_products.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
         return DONE
 
+    def multiply_in_rows(job, first, last):
+        a = integers(job)
+        row_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        return DONE
+
     def multiply_tiles(job, first, last):
         a = integers(job)
         tile_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
@@ -275,7 +286,7 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
 
     return {
         MULTIPLY: multiply, QUANTIZE: quantize, MULTIPLY_INT8: multiply_int8, MULTIPLY_TILES: multiply_tiles,
-        MULTIPLY_WIDE: multiply_wide, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
+        MULTIPLY_WIDE: multiply_wide, MULTIPLY_IN_ROWS: multiply_in_rows, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
     }  # fmt: skip
 
 
@@ -294,6 +305,15 @@ def _attend(kind, stored, dim8, job, first, last):
     kernels.attend_tokens(
         kind, stored, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
         a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]), a[18],
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def _attend_prompt(kind, stored, dim8, job, first, last):
+    a = integers(job)
+    wide_prompts.attend_prompt(
+        kind, stored, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], dim8,
+        a[13], _number(a[14]), _number(a[15]), a[16], a[17], first, last,
     )  # fmt: skip
 
 
@@ -332,9 +352,18 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
         )  # fmt: skip
         return DONE
 
+    def attend_prompt_wide(job, first, last):
+        _attend_prompt(kind, kind, dim8, job, first, last)
+        return DONE
+
+    def attend_prompt_wide_int8(job, first, last):
+        _attend_prompt(kind, CODES, dim8, job, first, last)
+        return DONE
+
     return {
         HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt,
         HEADS_INT8: heads_int8, ATTEND_INT8: attend_int8, GATHER_INT8: gather_int8,
+        ATTEND_PROMPT_WIDE: attend_prompt_wide, ATTEND_PROMPT_WIDE_INT8: attend_prompt_wide_int8,
     }  # fmt: skip
 
 

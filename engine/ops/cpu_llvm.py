@@ -264,6 +264,19 @@ def spread(builder, word):
     return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
 
 
+def reduced(builder, lanes, merge):
+    """One number of 16, halves merged with each other."""
+    width = lanes.type.count // 2
+    while width:
+        kind = ir.VectorType(I32, width)
+        low, high = (
+            builder.shuffle_vector(lanes, lanes, ir.Constant(kind, [first + i for i in range(width)]))
+            for first in (0, width)
+        )
+        lanes, width = merge(low, high), width // 2
+    return builder.extract_element(lanes, ir.Constant(I32, 0))
+
+
 def store_lanes(builder, name, value, to, align, columns, first=0):
     """Lane i is stored if first + i < `columns`; `name`: LLVM's of the vector's type."""
     lanes, pointer = value.type.count, value.type.as_pointer()

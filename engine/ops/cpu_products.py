@@ -70,16 +70,17 @@ class Area:
 
 
 def pack(weight: Tensor, area: Area | None = None) -> Tensor:
-    """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors
-    prefetch within a page only (docs/adr/0141)."""
-    outputs, inputs = weight.shape
-    # As words of two inputs, which torch moves five times as fast; a view of such needs memory of its own.
+    """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors prefetch within a page only
+    (docs/adr/0141). fp32 → panels [panel][input][output] (engine/ops/cpu_wide_products)."""
+    outputs = weight.shape[0]
+    # As words, in bf16 of two inputs, which torch moves five times as fast; a view of such needs memory of its own.
     padded = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
-    pairs = padded.view(-1, PANEL, inputs // 2).transpose(1, 2)
-    size = pairs.numel() * pairs.element_size()
+    words = padded.view(-1, PANEL, padded.shape[1]).transpose(1, 2)
+    size = words.numel() * words.element_size()
     memory = huge_pages.zeroed(size) if area is None else area.take(size)
-    packed = torch.frombuffer(memory, dtype=torch.int32).view(pairs.shape).copy_(pairs)
-    return packed.view(torch.bfloat16).view(*pairs.shape, 2)
+    packed = torch.frombuffer(memory, dtype=torch.int32).view(words.shape).copy_(words)
+    each = packed.view(weight.dtype)
+    return each if weight.dtype is torch.float32 else each.view(*words.shape, 2)
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]

@@ -196,12 +196,14 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton
     of the group must call the result for the same layers in the same order."""
     scratch = Scratch()
 
-    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    def make(
+        weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
+    ) -> Linear:
         sharing = group if split_inputs and group.size > 1 else None
         if isinstance(weight, Int8Weight):
             packed = weight
         elif plain is not None:
-            return plain(weight, bias, split_inputs=split_inputs)
+            return plain(weight, bias, split_inputs=split_inputs, shared=shared)
         else:
             assert isinstance(weight, Tensor), "weights are kept as codes only with quantization auto"
             largest = row_maxima_of(weight)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
+from engine.ops import cpu_products, cpu_wide_prompts
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
 from tests.engine.attention_steps import DIM, HEADS, KV, LAYERS, PAGE, step
@@ -201,3 +203,50 @@ def test_kernels_use_no_memory_that_is_freed(dtype):
     )
     assert ran.returncode == 0, (ran.returncode, ran.stderr[-500:])
     assert ran.stdout == b"whole\n"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("window", "dtype", "dim"), [(0, torch.float32, 8), (300, torch.bfloat16, 40)])
+def test_prompts_in_fp32_are_the_same_in_any_chunks(window, dtype, dim, threads, monkeypatch):
+    """To the last bit, on any number of threads; what lies behind a sequence's end or before its window is not read."""
+    monkeypatch.setattr(cpu_products, "has_instruction", lambda: dtype is torch.float32)
+    heads, kv, tokens = 6, 2, 777
+    torch.manual_seed(0)
+    blocks = torch.randperm(60)[: -(-tokens // PAGE)].tolist()
+    q, k, v = (torch.randn(tokens, n, dim).to(dtype) for n in (heads, kv, kv))
+    cache = torch.full((60, LAYERS, 2, kv, PAGE, dim), math.nan, dtype=dtype)
+    for at in range(tokens):
+        own = cache[blocks[at // PAGE], 1, :, :, at % PAGE]
+        own[0], own[1] = k[at], v[at]
+    sinks = torch.randn(LAYERS, heads)
+    shape = AttentionShape(heads, kv, dim, PAGE, (0, window), sinks=sinks)
+    backend = PagedCpuBackend(shape, cache, KernelTeam(threads, dtype, dim))
+
+    def attend(begin: int, end: int) -> Tensor:
+        backend.begin(buffers_of([PlanItem("r", [1] * (end - begin), begin, blocks, 0, 1)], PAGE))
+        return backend.attend(1, q[begin:end], k[begin:end], v[begin:end])
+
+    whole = attend(0, tokens)
+    keys, values = (one.double().repeat_interleave(heads // kv, 1).transpose(0, 1) for one in (k, v))
+    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * dim**-0.5
+    to = torch.arange(tokens)
+    hidden = (to[None] > to[:, None]) | (to[None] <= to[:, None] - (window or tokens))
+    scores = torch.cat(
+        (scores.masked_fill(hidden, -math.inf), sinks[1, :, None, None].expand(-1, tokens, 1)), -1
+    )
+    expected = (torch.softmax(scores, -1)[..., :-1] @ values).transpose(0, 1).reshape(tokens, -1)
+    within = 2e-6 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(whole.double(), expected, atol=within, rtol=within)
+    for cuts in ((0, 5, 256, 300, 777), (0, 511, 513, 777)):
+        assert torch.equal(torch.cat([attend(*pair) for pair in pairwise(cuts)]), whole)
+    if window:
+        far = blocks[: (700 - window) // PAGE]
+        cache[far] = math.nan
+        assert torch.equal(attend(700, tokens), whole[700:])
+
+
+def test_rows_of_prompts_are_parted_for_threads():
+    """In parts of at most SPAN rows, and several for a thread where a part is worth widening keys for."""
+    of = cpu_wide_prompts.spans
+    assert [of(rows, 8, 1) for rows in (2, 768, 769, 8192)] == [1, 1, 2, 11]
+    assert [of(rows, 1, 4) for rows in (2, 100, 200, 768, 8192)] == [1, 1, 2, 8, 11]

@@ -12,7 +12,7 @@ import torch
 from numba import cfunc, types
 from torch import Tensor
 
-from engine.layers.linear import PanelLinear
+from engine.layers.linear import PanelLinear, RowLinear
 from engine.model.rotary import tables
 from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
 from engine.ops.base import LayerOps, OpsShape
@@ -188,28 +188,50 @@ def test_rows_are_read_and_scaled(dtype):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "code",
+    ("code", "dtype"),
     [
         pytest.param(
             cpu_jobs.MULTIPLY,
+            torch.bfloat16,
             marks=pytest.mark.skipif(
                 not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16"
             ),
         ),
-        cpu_jobs.MULTIPLY_WIDE,
+        (cpu_jobs.MULTIPLY_WIDE, torch.bfloat16),
+        (cpu_jobs.MULTIPLY_WIDE, torch.float32),
     ],
 )
-def test_products_by_panels(threads, code, monkeypatch):
+def test_products_by_panels(threads, code, dtype, monkeypatch):
     """Every size of a tile, several of them, and outputs that do not fill a panel."""
     monkeypatch.setattr(cpu_tile_products, "takes", lambda inputs: False)
-    monkeypatch.setattr(cpu_products, "has_instruction", lambda: code == cpu_jobs.MULTIPLY)
-    team = KernelTeam(threads, torch.bfloat16, DIM)
-    weight, bias = random(75, WIDTH, dtype=torch.bfloat16), random(75, dtype=torch.bfloat16)
+    monkeypatch.setattr(
+        cpu_products, "has_instruction", lambda: code == cpu_jobs.MULTIPLY or dtype is torch.float32
+    )
+    team = KernelTeam(threads, dtype, DIM)
+    weight, bias = random(75, WIDTH, dtype=dtype), random(75, dtype=dtype)
     linear, plain = PanelLinear(weight, bias, team), PanelLinear(weight, None, team)
     assert linear._code == code
-    x = random(40, WIDTH, dtype=torch.bfloat16)
+    x = random(40, WIDTH, dtype=dtype)
     exact = x.double() @ weight.double().T
+    atol, rtol = (1e-3, 8e-3) if dtype is torch.bfloat16 else (1e-5, 1e-5)
     for rows in (*range(1, 14), 40):
-        torch.testing.assert_close(linear(x[:rows]).double(), exact[:rows] + bias, atol=1e-3, rtol=8e-3)
+        torch.testing.assert_close(linear(x[:rows]).double(), exact[:rows] + bias, atol=atol, rtol=rtol)
     alone = torch.cat([plain(x[row : row + 1]) for row in range(40)])
     torch.testing.assert_close(plain(x), alone, atol=0, rtol=0)  # whatever rows are beside it
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_by_a_matrix_as_it_is(threads):
+    """Every size of a tile, and outputs that fill neither tiles nor items; nothing is written beside them."""
+    team = KernelTeam(threads, torch.float32, DIM)
+    weight, bias = random(75, WIDTH, dtype=torch.float32), random(75, dtype=torch.float32)
+    linear = RowLinear(weight, bias, team)
+    assert linear._weight is weight
+    x = random(8, WIDTH, dtype=torch.float32)
+    exact = x.double() @ weight.double().T + bias
+    alone = torch.cat([linear(x[row : row + 1]) for row in range(8)])
+    for rows in range(9):
+        out = torch.full((rows + 2, 75), 7.0)
+        team.run(*linear.jobs(rows, x.data_ptr(), out[1:].data_ptr())[0])
+        torch.testing.assert_close(out[1:-1].double(), exact[:rows], atol=1e-5, rtol=1e-5)
+        assert torch.equal(out[1:-1], alone[:rows]) and (out[[0, -1]] == 7.0).all()

@@ -34,9 +34,9 @@ from tests.gpu.models import write
 from tests.harness.checkpoints import FIRST, prompt_ids, variants
 
 
-def make(model: Any, threads: int, sink: ExportSink | None = None) -> ModelRunner:
+def make(model: Any, threads: int, sink: ExportSink | None = None, dtype: str = "bfloat16") -> ModelRunner:
     config = EngineConfig(
-        model=model, dtype="bfloat16", kv_memory_bytes=4 << 20, max_model_len=256, threads=threads
+        model=model, dtype=dtype, kv_memory_bytes=8 << 20, max_model_len=256, threads=threads
     )
     runner = ModelRunner(load_model(config), sink)
     assert runner.num_blocks >= BLOCKS
@@ -53,7 +53,15 @@ def poison(runner: ModelRunner) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("variant", variants((*FIRST, "gemma3"), NO_LIST))
 def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
-    runner = make(checkpoint(variant), threads)
+    same_in_lists(make(checkpoint(variant), threads))
+
+
+@pytest.mark.parametrize(("variant", "threads"), [("llama", 1), ("llama-mqa-tied", 2)])
+def test_logits_in_fp32_are_the_same_to_the_last_bit(variant, threads, checkpoint):
+    same_in_lists(make(checkpoint(variant), threads, dtype="float32"))
+
+
+def same_in_lists(runner: ModelRunner) -> None:
     assert runner._decode_jobs is not None
     held = []  # a list over earlier buffers gives wrong logits then, and does not crash the process
     # One row again at last: buffers have grown since the list for it was made.
@@ -68,7 +76,9 @@ def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
             for _ in range(2):  # a list that was made before, over what the last step left
                 filled(runner, items, stale)
                 poison(runner)
-                assert torch.equal(runner.execute(plan), expected)
+                logits = runner.execute(plan)
+                poison(runner)
+                assert torch.equal(logits, expected), "they are not the buffer of the next step"
                 held.append(runner._decode_jobs._work)
             own = runner.kv_cache[:BLOCKS]
             assert torch.equal(own.isfinite() & (own != 0), written[:BLOCKS] != 0)

@@ -186,9 +186,7 @@ def test_gemmas_norms_are_not_rounded_to_bf16(variant, dtype, checkpoint):
     """1 + w in fp32, as in Hugging Face's code; others' weights stay as they are stored."""
     config = ModelConfig.read(checkpoint(variant))
     with Checkpoint(checkpoint(variant), torch.bfloat16, torch.device("cpu")) as weights:
-        decoder = Decoder(
-            config, weights, NullGroup(), lambda weight, bias, *, split_inputs=False: TorchLinear(weight)
-        )
+        decoder = Decoder(config, weights, NullGroup(), lambda weight, bias, **kind: TorchLinear(weight))
         stored = weights.get("model.norm.weight", config.hidden_size)
     assert torch.equal(decoder.final_norm, stored if variant == "llama" else 1.0 + stored.float())
     layer = decoder.layers[0]
@@ -213,7 +211,7 @@ def test_a_wrappers_tensors_are_found_under_each_of_their_names(prefix, checkpoi
     save_file(renamed, tmp_path / "model.safetensors")
     config = ModelConfig.read(tmp_path)
 
-    def plain(weight, bias, *, split_inputs=False):
+    def plain(weight, bias, **kind):
         return TorchLinear(weight, bias)
 
     found, expected = (

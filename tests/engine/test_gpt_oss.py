@@ -146,7 +146,7 @@ def test_sinks_decide_tokens(backend, model, tmp_path) -> None:
     assert sum(one != other for one, other in zip(without, given, strict=True)) > GREEDY.max_tokens // 2
 
 
-def linear(weight: Any, bias: Tensor | None, *, split_inputs: bool = False) -> TorchLinear:
+def linear(weight: Any, bias: Tensor | None, **kind: bool) -> TorchLinear:
     return TorchLinear(weight, bias)
 
 
