@@ -13,7 +13,8 @@ import pytest
 import uvloop
 
 from cluster.faults.points import nothing
-from cluster.security.tls import WORKER_NAME, Peers
+from cluster.security.peer_names import WORKER_NAME
+from cluster.security.tls import Peers
 from tests.security.identities import identity
 from tests.worker.link.test_connection import AnyPort, CountedSession
 from worker.link.connection import SEND_BUFFER_BYTES, Connection
