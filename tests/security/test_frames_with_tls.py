@@ -16,7 +16,7 @@ from cluster.faults.points import nothing
 from cluster.security.peer_names import WORKER_NAME
 from cluster.security.tls import Peers
 from tests.security.identities import identity
-from tests.worker.link.test_connection import AnyPort, CountedSession
+from tests.worker.link.counted_session import AnyPort, CountedSession
 from worker.link.connection import SEND_BUFFER_BYTES, Connection
 
 FRAME = b"f" * 100

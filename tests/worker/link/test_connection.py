@@ -10,38 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.faults.points import nothing
+from tests.worker.link.counted_session import AnyPort, CountedSession
 from worker.link.connection import Connection
-from worker.link.session import State
-from worker.link.turns import Dispatching, Handshakes
-
-
-class CountedSession:
-    """Something is always due."""
-
-    router_id = "r"
-    state = State.UP
-    unread = False
-
-    def __init__(self) -> None:
-        self.frames = 0
-
-    def flush(self) -> None:
-        self.frames += 1
-
-    def closed(self) -> None:
-        """Nothing is kept."""
-
-
-class AnyPort:
-    def __init__(self) -> None:
-        self.handshakes = Handshakes()
-        self.dispatching = Dispatching()
-
-    def forget(self, connection: Connection) -> None:
-        """Nothing is kept."""
-
-    def settled(self, connection: Connection) -> None:
-        """Nothing is counted."""
 
 
 @pytest.fixture
