@@ -1,4 +1,4 @@
-"""Sockets that listen, who is connected to them, and waiting for them on the event loop."""
+"""Listening sockets, the addresses of their peers, and waiting for a socket on the event loop."""
 
 from __future__ import annotations
 

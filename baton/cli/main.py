@@ -155,7 +155,9 @@ def missing_install(module: str | None) -> str | None:
     """What pip must install for a module that a command has not found; None = nothing of this package brings it."""
     name = (module or "").partition(".")[0]
     extra = next((extra for extra, modules in _INSTALLS.items() if name in modules), None)
-    return extra and f"'baton-serve[{extra}]'" if extra != "" else "baton-serve"
+    if extra is None:
+        return None
+    return f"'baton-serve[{extra}]'" if extra else "baton-serve"
 
 
 def _replace_unencodable() -> None:

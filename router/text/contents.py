@@ -126,7 +126,7 @@ class Contents:
         """
         if self._unmarkable:
             self._refuse(values)
-        if not any(map(self._needs_marks, self._free(values))):
+        if not any(map(self._needs_marks, texts(values, self._keys, ROLES))):
             return values, ""
         mark = next((one for one in self._marks if not any(map(_holds(one), texts(values)))), None)
         if mark is None:
@@ -137,7 +137,7 @@ class Contents:
 
         def protect(value: Any, key: str = "") -> Any:
             if isinstance(value, str):
-                return value if _is_role(key, value) else self._broken(value, mark)
+                return value if key == "role" and value in ROLES else self._broken(value, mark)
             if isinstance(value, Mapping):
                 return {
                     name if name in self._keys else self._broken(name, mark): protect(one, name)
@@ -146,19 +146,6 @@ class Contents:
             return [protect(one) for one in value] if isinstance(value, list | tuple) else value
 
         return cast(T, protect(values)), mark
-
-    def _free(self, values: Any) -> Iterator[str]:
-        """The texts that clients choose: not roles, nor the keys that the template names."""
-        waiting = [values]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, Mapping):
-                yield from (key for key in value if key not in self._keys)
-                waiting += (one for key, one in value.items() if not _is_role(key, one))
-            elif isinstance(value, list | tuple):
-                waiting += value
 
     def _needs_marks(self, text: str) -> bool:
         return any(one in text for one in self._edges) or any(map(self._is_inner, self._parts(text)))
@@ -180,20 +167,17 @@ class Contents:
         core = part.strip().lower()
         return core != "" and core in self._inner
 
-    @staticmethod
-    def _apart(part: str, mark: str) -> str:
+    def _apart(self, part: str, mark: str) -> str:
+        """The part, between marks where it is within a special token's text."""
         core = part.strip()
-        return part.replace(core, mark + core + mark, 1)
+        return part.replace(core, mark + core + mark, 1) if self._is_inner(part) else part
 
     def _broken(self, text: str, mark: str, kept: int = 0) -> str:
         """The text with its marks; `_kept` before `kept` are not in it."""
         for place, whole in enumerate(self._kept[kept:], kept + 1):
             if whole in text:
                 return whole.join(self._broken(part, mark, place) for part in text.split(whole))
-        if any(map(self._is_inner, self._parts(text))):
-            text = "".join(
-                self._apart(part, mark) if self._is_inner(part) else part for part in self._parts(text)
-            )
+        text = "".join(self._apart(part, mark) for part in self._parts(text)) or text
         for one in self._first:
             text = text.replace(one, one + mark)
         for one in self._last:
@@ -266,20 +250,16 @@ class Contents:
             yield text[begin:end], self._tokenizer
 
 
-def _is_role(key: str, value: Any) -> bool:
-    return key == "role" and value in ROLES
-
-
-def texts(values: Any) -> Iterator[str]:
-    """Every text in nested lists and objects, keys included."""
+def texts(values: Any, keys: Collection[str] = (), roles: Collection[str] = ()) -> Iterator[str]:
+    """Every text in nested lists and objects, keys included; but for these keys, and these texts under the key `role`."""
     waiting = [values]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
             yield value
         elif isinstance(value, Mapping):
-            yield from value
-            waiting += value.values()
+            yield from (key for key in value if key not in keys)
+            waiting += (one for key, one in value.items() if key != "role" or one not in roles)
         elif isinstance(value, list | tuple):
             waiting += value
 
