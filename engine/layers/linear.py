@@ -140,20 +140,13 @@ class CodedLinear:
         return multiply(x, self._weight, self._bias)
 
 
-class RowLinear(TorchLinear):
-    """fp32 on a CPU, the matrix as it is given: our own kernels on the team's threads (engine/ops/cpu_row_products)."""
+class OneJobLinear:
+    """On a CPU, a product that is one job for the team's threads."""
 
     row_bytes = 0
     row_maxima = None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
-        """`weight`: of a number of inputs that the kernel takes."""
-        from engine.ops import cpu_jobs, cpu_row_products
-
-        super().__init__(weight.contiguous(), bias)
-        self._run, self._code = team.run, cpu_jobs.MULTIPLY_IN_ROWS
-        self._items = -(-self.out_features // cpu_row_products.ITEM)
-        self._added = torch.zeros(self.out_features) if bias is None else bias
+    out_features: int
+    _run: Callable[..., None]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -167,16 +160,30 @@ class RowLinear(TorchLinear):
         return [self._job(rows, x, out)]
 
     def _job(self, rows: int, x: int, out: int) -> Job:
+        """`x`, `out`: addresses of contiguous rows."""
+        raise NotImplementedError
+
+
+class RowLinear(OneJobLinear, TorchLinear):
+    """fp32 on a CPU, the matrix as it is given: our own kernels on the team's threads (engine/ops/cpu_row_products)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
+        """`weight`: of a number of inputs that the kernel takes."""
+        from engine.ops import cpu_jobs, cpu_row_products
+
+        super().__init__(weight.contiguous(), bias)
+        self._run, self._code = team.run, cpu_jobs.MULTIPLY_IN_ROWS
+        self._items = -(-self.out_features // cpu_row_products.ITEM)
+        self._added = torch.zeros(self.out_features) if bias is None else bias
+
+    def _job(self, rows: int, x: int, out: int) -> Job:
         matrix = (self.in_features, self._weight.data_ptr(), self._added.data_ptr())
         return self._code, self._items, (x, rows, *matrix, out, self.out_features)
 
 
-class PanelLinear:
+class PanelLinear(OneJobLinear):
     """bf16 or fp32 on a CPU: our own kernels on the team's threads, in bf16 by AMX (engine/ops/cpu_tile_products) or
     AVX512-BF16 (cpu_products), else in fp32 (cpu_wide_products)."""
-
-    row_bytes = 0
-    row_maxima = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
@@ -195,17 +202,6 @@ class PanelLinear:
         plain = cpu_jobs.MULTIPLY if by_instruction else cpu_jobs.MULTIPLY_WIDE
         self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else plain
         self._blocks = cpu_tile_products.blocks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        out = x.new_empty(rows, self.out_features)
-        self._run(*self._job(rows, x.data_ptr(), out.data_ptr()))
-        return out
-
-    def jobs(
-        self, rows: int, x: int, out: int, codes: int = 0, scales: int = 0, row_maxima: int = 0
-    ) -> list[Job]:
-        return [self._job(rows, x, out)]
 
     def _job(self, rows: int, x: int, out: int) -> Job:
         arguments = (x, rows, *self._at, out, self.out_features)
