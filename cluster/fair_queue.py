@@ -121,12 +121,15 @@ class FairQueue:
         self._virtual_time = max(self._virtual_time, entry[0])
         return self._take_turn(entry)
 
-    def pop_others(self, tenants: Container[str]) -> list[Waiting]:
-        """Remove and return the first request of each tenant that is not in `tenants`; all keep their order.
+    def pop_others(
+        self, tenants: Container[str], takes: Callable[[Waiting], bool] = lambda waiting: True
+    ) -> list[Waiting]:
+        """Remove and return the first request of each tenant that is not in `tenants`, as far as `takes` says so; it is
+        asked in their order, which all keep.
 
         Looks at every waiting tenant once."""
         others = [tenant.entry for name, tenant in self._tenants.items() if name not in tenants]
-        return [self._take_turn(entry) for entry in sorted(others)]
+        return [self._take_turn(entry) for entry in sorted(others) if takes(entry[2])]
 
     def remove(self, waiting: Waiting) -> bool:
         """Remove a request that no longer waits, at no cost to its tenant; returns False if it is not here."""

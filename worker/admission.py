@@ -6,6 +6,10 @@ before it is needed, and fix the order of requests too early. A request that has
 class, where its tenant's weight applies again, if its tenant has had no turn in its class meanwhile: no class starves
 another, and a tenant's backlog of a lower class does not outrank the requests of others.
 
+A prompt of more than two steps enters alone, and is inside for all of its steps. Beside it a tenant with nothing inside
+enters with its first request, while those beside it fill less than two steps: the engine keeps a part of each step for
+them (engine/scheduler/scheduler.py). A tenant's long prompts cost another one a step, not a prompt.
+
 At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch, or hold the KV blocks:
 they wait as long as those run, where the engine has extra seats and blocks for other tenants. So while it is full, a
 tenant with nothing inside enters beyond the bound.
@@ -33,7 +37,7 @@ CLASSES: tuple[PriorityClass, ...] = ("high", "normal", "batch")  # in the order
 
 
 class Admission:
-    """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters alone.
+    """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters without another one inside.
 
     `engine_full`: whether the engine gives no seats, or no blocks, to tenants that have some; call `look` when that may
     have changed.
@@ -141,6 +145,24 @@ class Admission:
                 for waiting in queue.pop_others(self._inside):
                     self._let_in(waiting)
             self._admit_in_order()
+        elif self.waiting and self._inside_tokens > self._max_tokens:
+            self._admit_beside_long()
+
+    def _admit_beside_long(self) -> None:
+        """Of the highest class that waits: a lower one has no claim beside it."""
+        beside = self._inside_tokens - max(self._inside.values())
+
+        def fits(waiting: Waiting) -> bool:
+            nonlocal beside
+            if beside + waiting.tokens > self._max_tokens:
+                return False
+            beside += waiting.tokens
+            return True
+
+        if beside < self._max_tokens:
+            queue = next(one for one in self._queues if len(one))
+            for waiting in queue.pop_others(self._inside, fits):
+                self._let_in(waiting)
 
     def _admit_in_order(self) -> None:
         while (queue := next((one for one in self._queues if len(one)), None)) is not None:

@@ -209,9 +209,33 @@ class Scheduler:
         if self._crowded and self._schedule_in_turns(decision):
             return decision
         self._turns.all_covered()
-        ordered = sorted(self.running, key=lambda s: (s.missing > 1, s.order))
-        self._admit_waiting(self._compute(ordered, budget, decision), decision)
+        singles, chunks = list[Sequence](), list[Sequence]()
+        for one in sorted(self.running, key=attrgetter("order")):
+            (chunks if len(one.tokens) - one.num_computed > 1 else singles).append(one)
+        self._schedule_prompts(chunks, self._compute(singles, budget, decision), decision)
         return decision
+
+    def _schedule_prompts(self, chunks: list[Sequence], budget: int, decision: StepDecision) -> None:
+        """Begun prompts in their order, then waiting ones. The first leaves a part of the step to those of other tenants of
+        its class: it may take many steps, and they only wait for it."""
+        if not chunks:
+            self._admit_waiting(budget, decision)
+            return
+        first, *later = chunks
+        tenant = first.request.tenant
+        others = [
+            one
+            for one in (*later, *self._first_waiting())
+            if one.rank == first.rank and one.request.tenant != tenant
+        ]
+        kept = min(budget // KEPT_FOR_PROMPTS, sum(one.missing for one in others))
+        budget = kept + self._compute([first], budget - kept, decision)
+        if kept:
+            later.sort(key=lambda s: (s.rank, s.request.tenant == tenant, s.arrival))
+        budget = self._compute(later, budget, decision)
+        if kept:
+            budget = self._admit_waiting(budget, decision, {tenant})
+        self._admit_waiting(budget, decision)
 
     def _begin_step(self) -> None:
         self.spare.release()  # of a step that has failed
@@ -272,14 +296,15 @@ class Scheduler:
             self._left.clear()
         return seats
 
-    def _admit_waiting(self, budget: int, decision: StepDecision) -> int:
-        """Admit while there are seats, tokens and blocks; returns the token budget that is left.
+    def _admit_waiting(self, budget: int, decision: StepDecision, passed: Iterable[str] = ()) -> int:
+        """Admit while there are seats, tokens and blocks, of tenants that are not `passed`; returns the token budget that
+        is left.
 
         Behind one that waits for blocks, those of other tenants of its class may join (`Ahead.room`).
         """
         if not self.waiting or budget <= 0:
             return budget
-        seats, ahead, passed = self._seats(), self._ahead(), set[str]()
+        seats, ahead, passed = self._seats(), self._ahead(), set(passed)
         for sequence in seats.each(list(self.waiting), passed):
             if not self._pool.num_free:
                 self.short_of_blocks = True

@@ -35,6 +35,30 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert (item.begin, item.token_ids, item.num_logits) == (6, PROMPT[6:], 1)
 
 
+def test_a_long_prompt_leaves_a_part_of_each_step_to_those_of_other_tenants() -> None:
+    parts = Parts(200, max_batch_tokens=16)
+    scheduler = parts.scheduler
+
+    def add(name: str, tokens: int, tenant: str, priority: int = 0) -> Sequence:
+        scheduler.add(request(name, [len(name) + 3] * tokens, tenant=tenant, priority=priority))
+        return parts.choices(name)[0]
+
+    long = add("long", 100, "a")
+    parts.process(scheduler.schedule(), [])
+    own, batch = add("own", 3, "a"), add("batch", 3, "c", -1)
+    decision = scheduler.schedule()
+    assert decision.scheduled == {long: 16}, "they are of its tenant, or of a lower class"
+    parts.process(decision, [])
+    other, third = add("other", 6, "b"), add("third", 1, "d")
+    for expected in ({long: 12, other: 4}, {long: 13, other: 2, third: 1}):
+        decision = scheduler.schedule()
+        assert decision.scheduled == expected
+        parts.process(
+            decision, [5.0] * sum(one in (third, other) for one in expected if one.missing == expected[one])
+        )
+    assert own.state is batch.state is S.WAITING
+
+
 def test_without_chunks_a_long_prompt_waits_for_a_step_of_its_own() -> None:
     parts = Parts(8, max_batch_tokens=6, chunked_prefill=False)
     parts.scheduler.add(request("short", [3]))

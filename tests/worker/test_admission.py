@@ -45,6 +45,30 @@ async def test_a_request_larger_than_the_bound_enters_alone():
     assert small.done()
 
 
+async def test_beside_a_long_prompt_other_tenants_enter_with_short_ones():
+    """The engine computes a part of each step for them: they need not wait for all steps of the long one."""
+    admission = Admission(10)
+    await enter(admission, 25, tenant="a")
+    own, long, first = [await enter(admission, *one) for one in ((1, 0, "a"), (11, 0, "b"), (6, 0, "c"))]
+    second, fitting, batch = [
+        await enter(admission, *one) for one in ((5, 0, "d"), (4, 0, "e"), (1, -1, "f"))
+    ]
+    await settle()
+    assert first.done() and fitting.done(), "together they fill no more than the bound"
+    assert not any(one.done() for one in (own, long, second, batch))
+    more = await enter(admission, 1, tenant="c")
+    await settle()
+    assert not more.done(), "its tenant has one inside"
+    admission.leave(6, "c")
+    await settle()
+    assert second.done() and more.done() and not long.done()
+    admission.leave(25, "a")
+    await settle()
+    assert own.done() and admission.inside_tokens <= 10
+    for one in (long, batch):
+        one.cancel()
+
+
 async def test_higher_priority_goes_first():
     admission = Admission(10)
     await enter(admission, 10)

@@ -28,7 +28,7 @@ class Crowd:
 
     def __init__(self, aging_seconds: float = 30.0):
         self.clock = Clock()
-        self.admission = Admission(1, aging_seconds, self.clock)
+        self.admission = Admission(0, aging_seconds, self.clock)
         self.served: list[tuple[str, int]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.inside = 0
@@ -52,7 +52,7 @@ class Crowd:
     async def next(self) -> tuple[str, int]:
         """The order of entries as those inside leave one by one."""
         before = len(self.served)
-        self.admission.leave(self.inside)
+        self.admission.leave(self.inside, self.served[-1][0])
         await self.settle()
         assert len(self.served) == before + 1
         return self.served[-1]
