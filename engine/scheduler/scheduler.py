@@ -216,26 +216,35 @@ class Scheduler:
         return decision
 
     def _schedule_prompts(self, chunks: list[Sequence], budget: int, decision: StepDecision) -> None:
-        """Begun prompts in their order, then waiting ones. The first leaves a part of the step to those of other tenants of
-        its class: it may take many steps, and they only wait for it."""
+        """Begun prompts in their order, then waiting ones. The first leaves a part of the step to those of other tenants,
+        of its class or a higher one: it may take many steps, and they only wait for it."""
         if not chunks:
             self._admit_waiting(budget, decision)
             return
         first, *later = chunks
         tenant = first.request.tenant
-        others = [
-            one
-            for one in (*later, *self._first_waiting())
-            if one.rank == first.rank and one.request.tenant != tenant
-        ]
+        joining = (*later, *self._first_waiting())
+        others = [one for one in joining if one.rank <= first.rank and one.request.tenant != tenant]
         kept = min(budget // KEPT_FOR_PROMPTS, sum(one.missing for one in others))
         budget = kept + self._compute([first], budget - kept, decision)
         if kept:
-            later.sort(key=lambda s: (s.rank, s.request.tenant == tenant, s.arrival))
+            later.sort(key=lambda one: (one.rank, one.request.tenant == tenant, one.arrival))
         budget = self._compute(later, budget, decision)
         if kept:
             budget = self._admit_waiting(budget, decision, {tenant})
-        self._admit_waiting(budget, decision)
+        budget = self._admit_waiting(budget, decision)
+        if kept and budget > 0 and first in decision.scheduled:
+            self._extend(first, budget, decision)
+
+    def _extend(self, sequence: Sequence, budget: int, decision: StepDecision) -> None:
+        """More tokens of a scheduled sequence, as far as there are free blocks."""
+        count = decision.scheduled[sequence]
+        count += min(sequence.missing - count, budget)
+        tokens = sequence.num_computed + count
+        if self._blocks.wanted(sequence, tokens) <= self._pool.num_free and self._grow(
+            sequence, tokens, decision
+        ):
+            decision.scheduled[sequence] = count
 
     def _begin_step(self) -> None:
         self.spare.release()  # of a step that has failed
@@ -367,7 +376,7 @@ class Scheduler:
         # What it has aged to was for its turn; running, it would outrank others for as long as it runs.
         sequence.set_rank(rank_of(sequence.request.priority))
         sequence.machine.to(S.RUNNING)
-        self.running[sequence] = None
+        self._run(sequence)
         decision.scheduled[sequence] = min(missing, budget)
         return decision.scheduled[sequence]
 

@@ -59,6 +59,17 @@ def test_a_long_prompt_leaves_a_part_of_each_step_to_those_of_other_tenants() ->
     assert own.state is batch.state is S.WAITING
 
 
+def test_a_long_prompt_gets_what_others_leave_of_a_step() -> None:
+    """A prompt of another tenant that waits for blocks takes nothing."""
+    parts = Parts(20, max_batch_tokens=16)
+    scheduler = parts.scheduler
+    scheduler.add(request("long", [4] * 40, tenant="a"))
+    parts.process(scheduler.schedule(), [])
+    scheduler.add(request("large", [5] * 70, tenant="b"))
+    decision = scheduler.schedule()
+    assert decision.scheduled == {parts.choices("long")[0]: 16}
+
+
 def test_without_chunks_a_long_prompt_waits_for_a_step_of_its_own() -> None:
     parts = Parts(8, max_batch_tokens=6, chunked_prefill=False)
     parts.scheduler.add(request("short", [3]))
