@@ -75,7 +75,7 @@ def test_no_template_makes_a_special_token_of_clients_texts(template, at):
         (first.upper(), last.upper()),
         (f"({first})", f"({last})"),
     ):
-        (a, b), mark = contents.marked([a, b])
+        (a, b), mark = contents.marked((a, b))
         text = template_environment().from_string(template).render(a=a, b=b)
         assert mark and "<|e|>" not in text
         rendered = contents.settled(text, mark)
@@ -88,7 +88,7 @@ def test_no_template_makes_a_special_token_of_clients_texts(template, at):
 @pytest.mark.parametrize("x", ["s", "S", ">", "> a", " >", "\n>\n", "s>", "s\n", f"{' ' * 70_000}s", "s#a"])
 def test_no_text_completes_the_templates_own(template, x):
     contents = contents_of("<s>", template=template)
-    (x,), mark = contents.marked([x])
+    (x,), mark = contents.marked((x,))
     text = template_environment().from_string(template).render(x=x)
     assert "<s>" not in text
     rendered = contents.settled(text, mark)
@@ -113,7 +113,7 @@ def test_a_key_is_marked_though_the_template_searches_for_it():
     )
     assert contents.marked([{"content": 1, "b c": 2}]) == ([{"content": 1, "b c": 2}], "")
     for key in ("<|e|>a<|m|>", "<|", "m>"):
-        (marked,), mark = contents.marked([{key: {}}])
+        (marked,), mark = contents.marked([{key: 1}])
         assert mark and key not in marked and [one.replace(mark, "") for one in marked] == [key]
 
 

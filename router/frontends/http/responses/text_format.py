@@ -24,6 +24,7 @@ def _format(value: object) -> TextFormat | None:
         return None
     if not isinstance(value, dict):
         raise wrong("must be an object")
+    grammar: GrammarSpec | None
     if value.get("type") == "json_schema":
         grammar = schema_grammar({name: one for name, one in value.items() if name != "type"}, "")
     else:
