@@ -69,7 +69,7 @@ def test_nothing_answered_is_a_failure(monkeypatch) -> None:
 @pytest.mark.parametrize("rate", [[], ["--rate", "50"]])
 def test_a_load_whose_key_is_refused_ends_and_names_the_flag(rate: list[str], router: StubRouter) -> None:
     router.inference.error = UnauthenticatedError("the API key is not valid")
-    flags = ["--target", router.address, "--seconds", "1000", "--concurrency", "2", *rate]
+    flags = ["--target", router.address, "--requests", "100", "--concurrency", "2", *rate]
     result = CliRunner().invoke(app, [*flags, "--api-key", "old"])
     assert result.exit_code == 2
     assert "--api-key: the API key is not valid" in " ".join(result.output.replace("│", " ").split())

@@ -131,7 +131,7 @@ async def test_http_failures_are_counted_by_kind(stub: dict[str, Any], kind: str
 async def test_a_server_of_http_that_refuses_the_key_ends_the_load() -> None:
     async with StubHttp(status=401) as server:
         with pytest.raises(KeyRefused):
-            await run(config(server.url, requests=1_000_000))
+            await run(config(server.url, requests=100))
 
 
 async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:
