@@ -76,11 +76,17 @@ def load(
     configs = _configs(list(dict.fromkeys(protocol)), target or [], flags)
     _check_reachable(configs)
     # Imported here: every `baton` command reads this file for its help.
+    from loadgen.key_watch import KeyRefused
     from loadgen.load import run_all
     from loadgen.table import print_report
 
     console = Console()
-    report = asyncio.run(run_all(configs, console=console))
+    try:
+        report = asyncio.run(run_all(configs, console=console))
+    except KeyRefused as refused:
+        raise typer.BadParameter(
+            f"--api-key: {refused} (by all targets); give a key that they accept, or set BATON_API_KEY"
+        ) from None
     print_report(report, console)
     _write_files(report, json, html)
     if report.failed == report.requests:

@@ -12,6 +12,7 @@ from rich.console import Console
 from loadgen.config import LoadConfig
 from loadgen.grpc_target import GrpcTarget
 from loadgen.http_target import HttpTarget
+from loadgen.key_watch import KeyRefused, KeyWatch
 from loadgen.progress import show_progress
 from loadgen.record import RequestRecord
 from loadgen.report import Report
@@ -28,20 +29,34 @@ async def run(config: LoadConfig, *, console: Console | None = None) -> Report:
 
 
 async def run_all(configs: Sequence[LoadConfig], *, console: Console | None = None) -> Report:
-    """Run several at the same time, on one clock, into one report."""
+    """Run several at the same time, on one clock, into one report. Raises KeyRefused."""
     for config in configs:
         await _warm_up(config)
     started_unix = time.time()
     clock = run_clock()
+    key_watch = KeyWatch(address for config in configs for address in config.addresses)
     async with AsyncExitStack() as stack:
-        runners = [await _runner(config, clock, stack) for config in configs]
+        runners = [
+            Runner(config, _open_targets(config, clock, stack), make_workload(config), clock, key_watch)
+            for config in configs
+        ]
         shown = asyncio.create_task(show_progress(configs, runners, clock, console))
         try:
-            records = await asyncio.gather(*(runner.run() for runner in runners))
+            await _run_together(runners)
         finally:
             shown.cancel()
             await asyncio.gather(shown, return_exceptions=True)
-    return Report(tuple(configs), [record for group in records for record in group], started_unix)
+    key_watch.check()
+    return Report(tuple(configs), [record for runner in runners for record in runner.records], started_unix)
+
+
+async def _run_together(runners: Sequence[Runner]) -> None:
+    try:
+        async with asyncio.TaskGroup() as running:
+            for runner in runners:
+                running.create_task(runner.run())
+    except* KeyRefused:
+        pass  # raised by KeyWatch.check, without groups around it
 
 
 def open_target(config: LoadConfig, address: str, clock: Clock) -> Target:
@@ -50,13 +65,13 @@ def open_target(config: LoadConfig, address: str, clock: Clock) -> Target:
     return kind(config, address, clock)
 
 
-async def _runner(config: LoadConfig, clock: Clock, stack: AsyncExitStack) -> Runner:
+def _open_targets(config: LoadConfig, clock: Clock, stack: AsyncExitStack) -> list[Target]:
     targets: list[Target] = []
     for address in config.addresses:
         target = open_target(config, address, clock)
         stack.push_async_callback(target.close)
         targets.append(target)
-    return Runner(config, targets, make_workload(config), clock)
+    return targets
 
 
 async def _warm_up(config: LoadConfig) -> None:
@@ -66,13 +81,13 @@ async def _warm_up(config: LoadConfig) -> None:
     workload = make_workload(config.model_copy(update={"seed": config.seed + _WARMUP_SEED}))
     clock = run_clock()
     async with AsyncExitStack() as stack:
-        runner = await _runner(config, clock, stack)
+        targets = _open_targets(config, clock, stack)
         for index in range(config.warmup_requests):
             prompt = workload(index).next(None)
             assert prompt is not None
             record = RequestRecord(config.protocol, index, 0, clock())
             try:
                 async with asyncio.timeout(config.timeout_seconds):
-                    await runner.targets[index % len(runner.targets)].send(prompt, record)
+                    await targets[index % len(targets)].send(prompt, record)
             except (RequestFailed, TimeoutError):
                 continue

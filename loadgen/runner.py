@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loadgen.config import LoadConfig
+from loadgen.key_watch import KeyWatch
 from loadgen.record import Failure, RequestRecord
 from loadgen.schedule import Pacer, session_schedule
 from loadgen.target import Clock, RequestFailed, Target
@@ -36,22 +37,30 @@ class Progress:
 class Runner:
     """Sends one configuration's requests. `records` has one for each request that was due so far."""
 
-    def __init__(self, config: LoadConfig, targets: Sequence[Target], workload: Workload, clock: Clock):
+    def __init__(
+        self,
+        config: LoadConfig,
+        targets: Sequence[Target],
+        workload: Workload,
+        clock: Clock,
+        key_watch: KeyWatch,
+    ):
         self._config = config
-        self.targets = targets
+        self._targets = targets
         self._workload = workload
         self._clock = clock
+        self._key_watch = key_watch
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
         self._next_session = 0
         self.records: list[RequestRecord] = []
         self.progress = Progress()
 
-    async def run(self) -> list[RequestRecord]:
+    async def run(self) -> None:
+        """Raises KeyRefused, in a group."""
         if self._config.rate is None:
             await self._closed_loop()
         else:
             await self._open_loop()
-        return self.records
 
     async def _closed_loop(self) -> None:
         async with asyncio.TaskGroup() as users:
@@ -77,7 +86,7 @@ class Runner:
     async def _session(self, intended: float) -> None:
         index, self._next_session = self._next_session, self._next_session + 1
         session = self._workload(index)
-        target = index % len(self.targets)
+        target = index % len(self._targets)
         answer: str | None = None
         turn = 0
         while self._may_start(intended) and (prompt := session.next(answer)) is not None:
@@ -91,7 +100,7 @@ class Runner:
 
     async def _request(self, index: int, prompt: Prompt, record: RequestRecord) -> str | None:
         """Send one request; returns its answer, or None if it failed."""
-        target, address = self.targets[index], self._config.addresses[index]
+        target, address = self._targets[index], self._config.addresses[index]
         self.records.append(record)
         self.progress.started += 1
         answer: str | None = None
@@ -105,6 +114,7 @@ class Runner:
         else:
             self._finish(record, prompt, answer, address)
         self._count(record)
+        self._key_watch.note(address, record.failure)
         return answer
 
     def _finish(self, record: RequestRecord, prompt: Prompt, answer: str, address: str) -> None:

@@ -98,16 +98,14 @@ class Prefilling:
     def on_output(self, output: StepOutput) -> None:
         """Take the results of an engine step, on the loop."""
         for prompt in output.prompts:
-            attempt = self.by_engine_id.get(prompt.request_id)
-            if attempt is None or attempt.prefilled.done():
+            if (attempt := self._unfinished(prompt.request_id)) is None:
                 continue
             try:
                 attempt.log.add_prompt_output(prompt)
             except Exception as error:
                 attempt.prefilled.set_exception(engine_request_error(error))
         for token in output.tokens:
-            attempt = self.by_engine_id.get(token.request_id)
-            if attempt is None or attempt.prefilled.done():
+            if (attempt := self._unfinished(token.request_id)) is None:
                 continue
             try:
                 add_to_log(attempt.log, token, whole=attempt.request.spec.sampling.logprobs)
@@ -115,13 +113,17 @@ class Prefilling:
             except Exception as error:
                 attempt.prefilled.set_exception(engine_request_error(error))
         for done in output.done:
-            attempt = self.by_engine_id.get(done.request_id)
-            if attempt is None or attempt.prefilled.done():
+            if (attempt := self._unfinished(done.request_id)) is None:
                 continue
             if done.error is not None:
                 attempt.prefilled.set_exception(done.error)
             else:
                 attempt.prefilled.set_result(Prefilled(attempt.tokens, done))
+
+    def _unfinished(self, engine_id: str) -> PrefillAttempt | None:
+        """The attempt that waits for results of this engine request."""
+        attempt = self.by_engine_id.get(engine_id)
+        return None if attempt is None or attempt.prefilled.done() else attempt
 
     async def _compiled(self, attempt: PrefillAttempt, grammar: GrammarSpec | None) -> CompiledGrammar | None:
         if grammar is None:

@@ -30,20 +30,17 @@ from engine.ops.cpu_llvm import (
     F32,
     I32,
     I64,
+    accumulate_words,
     after,
     compiled_exactly,
     counted,
     declare,
     each_count,
-    in_rows,
     keep,
     load,
     prefetch,
-    repeated,
-    row_addresses,
     spread,
     store_lanes,
-    streamed,
 )
 from engine.ops.cpu_tiles import (
     INT8,
@@ -65,7 +62,6 @@ _ROWS_BYTES = 384 << 10  # as in engine/ops/cpu_products
 _TILED_ROWS_BYTES = 1 << 20  # CPUs with AMX have second-level caches of 2 MiB
 _SLICE_STEPS = 16  # of AMX, 64 inputs each: a panel's part of them, 32 KiB, stays in the first-level cache
 _SUMS_BYTES = TILE_ROWS * PANEL * 4
-_QUAD_BYTES = PANEL * 4
 _COLUMN_BYTES = 3 * PANEL * 4  # of a panel: starts, scales, biases
 _I16 = ir.IntType(16)
 _WORDS, _FLOATS, _HALVES = ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(_I16, 32)
@@ -162,10 +158,12 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
         if not supported():  # compiled on every CPU, called only with it
             return context.get_dummy_value()
         _, rows, x, x_stride, weights, quads, beside, scales, out, out_stride, columns = args
+        product = declare(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, _WORDS, _WORDS, _WORDS)
         width = builder.trunc(columns, I32)
         for count in each_count(builder, rows, MAX_ROWS):
             parts = _beside(builder, beside)
-            sums = _accumulate(builder, count, x, x_stride, weights, quads, [part[0] for part in parts])
+            starts = [[part[0] for part in parts]] * count
+            sums = accumulate_words(builder, product, _WORDS, count, x, x_stride, weights, quads, starts)
             to = out
             for row, own in enumerate(sums):
                 factor = spread(builder, load(builder, F32, after(builder, scales, 4 * row), 4))
@@ -174,26 +172,6 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
         return context.get_dummy_value()
 
     return types.void(kind, *([types.int64] * 10)), codegen
-
-
-def _accumulate(builder, count, x, x_stride, weights, quads, starts):
-    """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
-    product = declare(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, _WORDS, _WORDS, _WORDS)
-    sources = row_addresses(builder, x, x_stride, count)
-
-    def add(quad, sums):
-        at = builder.add(weights, builder.mul(quad, ir.Constant(I64, _QUAD_BYTES)))
-        both = streamed(builder, _WORDS, at, (0, 1))
-        offset = builder.mul(quad, ir.Constant(I64, 4))
-        totals = []
-        for source, own in zip(sources, in_rows(sums, 2), strict=True):
-            four = spread(builder, load(builder, I32, after(builder, source, offset), 4))
-            totals += [
-                builder.call(product, [total, four, half]) for total, half in zip(own, both, strict=True)
-            ]
-        return totals
-
-    return in_rows(repeated(builder, quads, [*starts] * count, add), 2)
 
 
 # --- the product by AMX -----------------------------------------------------------------------------------

@@ -248,6 +248,30 @@ def streamed(builder, kind, address, parts):
     return vectors
 
 
+def accumulate_words(builder, product, kind, count, x, x_stride, weights, words, starts):
+    """The loop of a tile: count × 32 sums, two vectors a row, from `starts` on. `builder` ends after it.
+
+    A word is 4 bytes of a row; product(sum, the word in all lanes, weights) adds to 16 sums. `kind`: the vectors' type, of
+    which `weights` has two, 128 bytes, for each of `words`.
+    """
+    sources = row_addresses(builder, x, x_stride, count)
+
+    def add(word, sums):
+        both = streamed(builder, kind, builder.add(weights, builder.mul(word, ir.Constant(I64, 128))), (0, 1))
+        offset = builder.mul(word, ir.Constant(I64, 4))
+        totals = []
+        for source, own in zip(sources, in_rows(sums, 2), strict=True):
+            value = builder.bitcast(
+                spread(builder, load(builder, I32, after(builder, source, offset), 2)), kind
+            )
+            totals += [
+                builder.call(product, [total, value, half]) for total, half in zip(own, both, strict=True)
+            ]
+        return totals
+
+    return in_rows(repeated(builder, words, [one for start in starts for one in start], add), 2)
+
+
 def load(builder, kind, address, align):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 

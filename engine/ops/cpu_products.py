@@ -25,16 +25,13 @@ from engine.ops.cpu_llvm import (
     F32,
     I32,
     I64,
+    accumulate_words,
     after,
     compiled,
     declare,
     each_count,
-    in_rows,
     load,
-    repeated,
-    row_addresses,
     spread,
-    streamed,
 )
 
 PANEL = 32
@@ -101,25 +98,9 @@ WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
-    """The loop of a tile: count × 32 sums, two vectors a row, from `starts` on. `builder` ends after it."""
+    """As `accumulate_words`, of pairs of bf16 numbers."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, WEIGHTS, WEIGHTS)
-    sources = row_addresses(builder, x, x_stride, count)
-
-    def add(pair, sums):
-        at = builder.add(weights, builder.mul(pair, ir.Constant(I64, PAIR_BYTES)))
-        halves = streamed(builder, WEIGHTS, at, (0, 1))
-        offset = builder.mul(pair, ir.Constant(I64, 4))
-        totals = []
-        for source, own in zip(sources, in_rows(sums, 2), strict=True):
-            both = builder.bitcast(
-                spread(builder, load(builder, I32, after(builder, source, offset), 2)), WEIGHTS
-            )
-            totals += [
-                builder.call(product, [total, both, half]) for total, half in zip(own, halves, strict=True)
-            ]
-        return totals
-
-    return in_rows(repeated(builder, pairs, [one for start in starts for one in start], add), 2)
+    return accumulate_words(builder, product, WEIGHTS, count, x, x_stride, weights, pairs, starts)
 
 
 @intrinsic

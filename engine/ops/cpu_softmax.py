@@ -6,12 +6,14 @@ Cody and Waite's reduction, as in any libm; coefficients by Remez' exchange for 
 
 from __future__ import annotations
 
+from functools import partial, reduce
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import F32, I32, I64, after, declare, load, repeated, spread
+from engine.ops.cpu_llvm import F32, I32, I64, after, declare, load, reduced, repeated, spread
 from engine.ops.cpu_products import SUMS, WEIGHTS, has_instruction
 
 HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
@@ -25,33 +27,33 @@ def _larger(builder, one, other):
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
-@intrinsic
-def most(typing, scores, chunks):
-    """The greatest of 32 · chunks fp32 numbers."""
+def _most_of(vectors):
+    """An intrinsic: the greatest of 16 · vectors · chunks fp32 numbers."""
 
-    def codegen(context, builder, signature, args):
-        scores, chunks = args
+    @intrinsic
+    def most(typing, scores, chunks):
+        def codegen(context, builder, signature, args):
+            scores, chunks = args
 
-        def body(index, values):
-            at = builder.add(scores, builder.mul(index, ir.Constant(I64, 128)))
-            return [
-                _larger(builder, load(builder, SUMS, after(builder, at, 64 * half), 4), value)
-                for half, value in enumerate(values)
-            ]
+            def body(index, values):
+                at = builder.add(scores, builder.mul(index, ir.Constant(I64, 64 * vectors)))
+                return [
+                    _larger(builder, load(builder, SUMS, after(builder, at, 64 * part), 4), value)
+                    for part, value in enumerate(values)
+                ]
 
-        start = ir.Constant(SUMS, [float(HIDDEN)] * 16)
-        one, two = repeated(builder, chunks, [start, start], body)
-        most, lanes = _larger(builder, one, two), 8
-        while lanes:
-            kind = ir.VectorType(I32, lanes)
-            low, high = (
-                builder.shuffle_vector(most, most, ir.Constant(kind, [first + i for i in range(lanes)]))
-                for first in (0, lanes)
+            start = ir.Constant(SUMS, [float(HIDDEN)] * 16)
+            larger = partial(_larger, builder)
+            return reduced(
+                builder, reduce(larger, repeated(builder, chunks, [start] * vectors, body)), larger
             )
-            most, lanes = _larger(builder, low, high), lanes // 2
-        return builder.extract_element(most, ir.Constant(I32, 0))
 
-    return types.float32(types.int64, types.int64), codegen
+        return types.float32(types.int64, types.int64), codegen
+
+    return most
+
+
+most, most_of_16 = _most_of(2), _most_of(1)  # two vectors do not wait for each other
 
 
 def _power_of_two(builder, exponent, coefficients):

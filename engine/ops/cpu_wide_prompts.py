@@ -13,8 +13,6 @@ have weight 0: a row's numbers do not depend on the rows beside it.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -40,7 +38,7 @@ from engine.ops.cpu_llvm import (
 )
 from engine.ops.cpu_llvm import load as read
 from engine.ops.cpu_products import SUMS
-from engine.ops.cpu_softmax import HIDDEN, LOWEST
+from engine.ops.cpu_softmax import HIDDEN, LOWEST, most_of_16
 from engine.ops.cpu_wide_products import MAX_ROWS, WHOLE_ROWS, accumulate
 
 LANES = 16
@@ -98,28 +96,6 @@ def _multiply(typing, rows, panels, x, x_stride, panel, panel_stride, inputs, ou
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 10)), codegen
-
-
-def _larger(builder, one, other):
-    """One instruction; a NaN among the scores makes the row NaN by its weight."""
-    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
-
-
-@intrinsic
-def _most(typing, scores, chunks):
-    """The greatest of 16 · chunks fp32 numbers."""
-
-    def codegen(context, builder, signature, args):
-        scores, chunks = args
-
-        def body(index, values):
-            at = builder.add(scores, builder.mul(index, ir.Constant(I64, 4 * LANES)))
-            return [_larger(builder, read(builder, SUMS, at, 64), values[0])]
-
-        lanes = repeated(builder, chunks, [ir.Constant(SUMS, [float(HIDDEN)] * LANES)], body)[0]
-        return reduced(builder, lanes, partial(_larger, builder))
-
-    return types.float32(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -239,7 +215,7 @@ def _attend_tile(
         for key in range(max(end, 0), width):
             row[key] = HIDDEN
         old = base[i]
-        top = max(old, _most(own, panels) * factor)
+        top = max(old, most_of_16(own, panels) * factor)
         if top > old:
             fade = exp((old - top) * _LN2)
             base[i] = top

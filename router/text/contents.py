@@ -28,7 +28,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
 from router.text.bound import steps_of
-from router.text.templates import filtered_texts, named_keys, searched_texts, written_texts
+from router.text.templates import TemplateTexts
 
 AskingRole = Literal["system", "developer", "user"]
 ROLES = (*get_args(AskingRole), "assistant", "tool")
@@ -61,9 +61,11 @@ def role_of(given: str, field: str) -> str:
 class Contents:
     """One tokenizer's special tokens, as texts that messages may hold."""
 
-    def __init__(self, tokenizer: Tokenizer, turns: Collection[str] = (), sources: Collection[str] = ()):
-        """`turns`: texts of tokens that the tokenizer does not call special, but that begin or end a template's turns.
-        `sources`: of the templates."""
+    def __init__(
+        self, tokenizer: Tokenizer, turns: Collection[str] = (), template: TemplateTexts | None = None
+    ):
+        """`turns`: texts of tokens that the tokenizer does not call special, but that begin or end a template's turns."""
+        template = template or TemplateTexts()
         self._tokenizer = tokenizer
         found = {
             token_id: one
@@ -71,32 +73,32 @@ class Contents:
             if one.special or one.content in turns
         }
         special = found.values()
-        texts = {one.content for one in special if len(one.content) > 1}
-        self._special = re.compile(prefix_tree(texts)) if texts else None
+        texts = {one.content for one in special}
+        self._special = re.compile(prefix_tree(texts) or "(?!)")
         self._longest = max(map(len, texts), default=0)
+        self._characters = {text for text in texts if len(text) == 1}
         # Marks stand within the white space around a text, which templates trim.
-        cores = {text.strip() or text for text in texts}
+        cores = {text.strip() or text for text in texts - self._characters}
         self._first = {one for text in cores for one in (text[0].lower(), text[0].upper())}
         self._last = {one for text in cores for one in (text[-1].lower(), text[-1].upper())}
         self._edges = tuple(self._first | self._last)
-        own = set[str]().union(*map(written_texts, sources))
-        self._marks = [one for one in _MARKS if not any(one in text for text in (*texts, *own, *sources))]
-        self._searched = set[str]().union(*map(searched_texts, sources), *map(filtered_texts, sources))
-        self._keys = set(filter(self._is_word, self._searched.union(*map(named_keys, sources))))
+        own = (*texts, *template.written, *template.sources)
+        self._marks = [one for one in _MARKS if not any(one in text for text in own)]
+        self._searched = template.searched | template.filtered
+        self._keys = set(filter(self._is_word, self._searched | template.keys))
         cuts = "|".join(map(re.escape, sorted(filter(None, self._searched), key=len, reverse=True)))
         self._cuts = re.compile(cuts or "(?!)")
         self._longest_cut = max(map(len, self._searched), default=0)
         self._kept = sorted((one for one in self._searched if self._keeps(one, cores)), key=len, reverse=True)
         # What may stand between the template's own beginning of a special token and its own end.
         begun = {text[:end] for text in cores for end in range(1, len(text))}
-        opened = tuple(part for part in begun if any(one.endswith(part) for one in own))
+        opened = tuple(part for part in begun if any(one.endswith(part) for one in template.written))
         self._inner = "\n".join(text[1:-1].lower() for text in sorted(cores) if text.startswith(opened))
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
         # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
         normalizes = any(steps_of(tokenizer.normalizer, "normalizers"))
-        self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
-        self._every = re.compile(prefix_tree({one.content for one in special}) or "(?!)")
+        self._unmarkable = bool(self._characters) or any(normalizes and one.normalized for one in special)
         # Made at the start: for a large vocabulary it takes some tenths of a second, under the interpreter lock.
         self._plain, self._inside = _without_special(tokenizer, [one for one in special if not one.special])
         self._ids = frozenset(found)
@@ -113,7 +115,7 @@ class Contents:
 
     def _is_word(self, key: str) -> bool:
         """Whether a key that the template names may stay as it is."""
-        if self._special is None or self._special.search(key) is not None:
+        if self._special.search(key) is not None:
             return False
         return key.isidentifier() or not any(one in key for one in self._edges)
 
@@ -192,13 +194,12 @@ class Contents:
         plain = text.replace(mark, "") if mark else text
         if self._unmarkable:
             made = sum(one in self._ids for one in _encoded(self._tokenizer, plain))
-            if made > sum(1 for _ in _found(self._every, self._longest, text)):
+            if made > sum(1 for _ in _found(self._special, self._longest, text)):
                 raise InvalidRequestError(
                     "messages: together make the text of a special token", field="messages"
                 )
         if not mark:
             return Rendered(text)
-        assert self._special is not None, "else nothing is marked"
         begin = marks = 0
         for own, found in itertools.zip_longest(
             _found(self._special, self._longest, text), _found(self._special, self._longest, plain)
@@ -213,7 +214,10 @@ class Contents:
 
     def _refuse(self, values: Any) -> None:
         for field, text in _named_texts(values):
-            if not self._ids.isdisjoint(_encoded(self._tokenizer, text)):
+            # A character may be a token only outside of words (`single_word`), where a template may put it.
+            if not self._characters.isdisjoint(text) or not self._ids.isdisjoint(
+                _encoded(self._tokenizer, text)
+            ):
                 raise InvalidRequestError(f"{field}: holds the text of a special token", field=field)
 
     def encode(self, rendered: Rendered) -> list[int]:
@@ -232,7 +236,6 @@ class Contents:
         that these take; what has no marks stays together."""
         text, mark = rendered.text, rendered.mark
         begin = end = 0
-        assert self._special is not None, "else nothing is marked"
         for found in (*_found(self._special, self._longest, text), None):
             until = found.start() if found is not None else len(text)
             between = text[end:until]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -47,34 +48,46 @@ def template_environment(now: Clock = datetime.datetime.now) -> ImmutableSandbox
     return environment
 
 
-def searched_texts(source: str) -> set[str]:
-    """The texts that a template looks for in values, such as `</think>` in `content.split('</think>')` and
-    `'</think>' in content`."""
-    tree = template_environment().parse(source)
-    methods = (call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr))
-    given = [argument for call in methods for argument in call.args]
-    for test in tree.find_all(nodes.Compare):
-        given += [test.expr, *(operand.expr for operand in test.ops)]
-    return _texts(given)
+@dataclass
+class TemplateTexts:
+    """Texts within a model's chat templates, of which `sources` are the whole."""
 
+    sources: tuple[str, ...] = ()
+    searched: set[str] = field(default_factory=set)
+    """Looked for in values, such as `</think>` in `content.split('</think>')` and `'</think>' in content`."""
+    filtered: set[str] = field(default_factory=set)
+    """Given to filters, as in `content | replace('</think>', '')`."""
+    keys: set[str] = field(default_factory=set)
+    """Named as keys, as in `message.content` and `message['content']`."""
+    written: set[str] = field(default_factory=set)
+    """The templates' own, after each of which a value may be written."""
 
-def filtered_texts(source: str) -> set[str]:
-    """The texts that a template gives to filters, as in `content | replace('</think>', '')`."""
-    tree = template_environment().parse(source)
-    return _texts(argument for one in tree.find_all(nodes.Filter) for argument in one.args)
+    @classmethod
+    def read(cls, *sources: str) -> TemplateTexts:
+        """Raises jinja2.TemplateSyntaxError."""
+        found = cls(sources)
+        environment = template_environment()
+        for source in sources:
+            for node in environment.parse(source).find_all(nodes.Node):
+                found._add(node)
+        return found
 
-
-def named_keys(source: str) -> set[str]:
-    """The keys that a template names, as in `message.content` and `message['content']`."""
-    tree = template_environment().parse(source)
-    attributes = {one.attr for one in tree.find_all(nodes.Getattr)}
-    return attributes | _texts(one.arg for one in tree.find_all(nodes.Getitem))
-
-
-def written_texts(source: str) -> set[str]:
-    """The template's own texts, after each of which it may write a value."""
-    tree = template_environment().parse(source)
-    return {one.data for one in tree.find_all(nodes.TemplateData)} | _texts(tree.find_all(nodes.Const))
+    def _add(self, node: nodes.Node) -> None:
+        match node:
+            case nodes.Call(node=nodes.Getattr()):
+                self.searched |= _texts(node.args)
+            case nodes.Compare():
+                self.searched |= _texts([node.expr, *(operand.expr for operand in node.ops)])
+            case nodes.Filter():
+                self.filtered |= _texts(node.args)
+            case nodes.Getattr():
+                self.keys.add(node.attr)
+            case nodes.Getitem():
+                self.keys |= _texts([node.arg])
+            case nodes.TemplateData():
+                self.written.add(node.data)
+            case nodes.Const():
+                self.written |= _texts([node])
 
 
 def _texts(given: Iterable[nodes.Node]) -> set[str]:

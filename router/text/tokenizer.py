@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
 from router.text.pieces import TokenPieces
-from router.text.templates import MARK_NAME, WRITTEN_NAME, searched_texts, template_environment
+from router.text.templates import MARK_NAME, WRITTEN_NAME, TemplateTexts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ class ModelText:
         # As transformers has it: a template of this name is that of conversations with tools.
         self._tool_template = self._compile(sources["tool_use"]) if "tool_use" in sources else self._template
         self.template_source = "\n".join(sources.values())
-        self._contents = Contents(self.tokenizer, self._turn_texts(sources.values()), sources.values())
+        template = TemplateTexts.read(*sources.values())
+        self._contents = Contents(self.tokenizer, self._turn_texts(template), template)
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.
@@ -168,19 +169,19 @@ class ModelText:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template: {error}", field="chat_template") from error
 
-    def _turn_texts(self, sources: Collection[str]) -> set[str]:
+    def _turn_texts(self, template: TemplateTexts) -> set[str]:
         """Added tokens that the template writes, though the tokenizer does not call them special: DeepSeek's turns begin
         with such ones. What the template looks for in contents, such as the end of reasoning, is part of contents."""
-        if not sources:
+        if not template.sources:
             return set()
-        written = [*sources]
+        written = [*template.sources]
         for probe in (_PROBE, _PROBE[1:]):  # some templates refuse a system's message
             for tools in ((), (Tool("f"),)):
                 with contextlib.suppress(InvalidRequestError, RecursionError):
                     written.append(self.render(Conversation(probe, tools)))
         added = {one.content for one in self.tokenizer.get_added_tokens_decoder().values() if not one.special}
         texts = {text for text in added if text.strip() and any(text in one for one in written)}
-        return texts - set[str]().union(*map(searched_texts, sources))
+        return texts - template.searched
 
     def render(self, conversation: Conversation) -> str:
         """Render a conversation with the model's chat template, as far as no text in it is that of a special token."""

@@ -8,8 +8,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cluster.errors import UnauthenticatedError
 from loadgen import cli
 from loadgen.cli import load
+from loadgen.key_watch import KeyRefused, KeyWatch
+from loadgen.record import Failure
 from tests.harness.stub_inference import StubRouter
 
 app = typer.Typer()
@@ -61,6 +64,33 @@ def test_nothing_answered_is_a_failure(monkeypatch) -> None:
     assert result.exit_code == 1
     assert "grpc_unavailable at 127.0.0.1:1" in result.output
     assert "Connection refused" in result.output
+
+
+@pytest.mark.parametrize("rate", [[], ["--rate", "50"]])
+def test_a_load_whose_key_is_refused_ends_and_names_the_flag(rate: list[str], router: StubRouter) -> None:
+    router.inference.error = UnauthenticatedError("the API key is not valid")
+    flags = ["--target", router.address, "--requests", "100", "--concurrency", "2", *rate]
+    result = CliRunner().invoke(app, [*flags, "--api-key", "old"])
+    assert result.exit_code == 2
+    assert "--api-key: the API key is not valid" in " ".join(result.output.replace("│", " ").split())
+    assert len(router.inference.requests) < 10
+
+
+def test_refusals_of_a_key_are_counted_beside_other_ends() -> None:
+    """Of one of two servers, and of a key that is revoked meanwhile."""
+    refused = Failure("http_401", "no")
+    one_of_two, revoked, both = KeyWatch(["a", "b"]), KeyWatch(["a"]), KeyWatch(["a", "b"])
+    one_of_two.note("a", refused)
+    one_of_two.note("b", Failure("http_429"))
+    one_of_two.note("b", refused)
+    revoked.note("a", None)
+    revoked.note("a", refused)
+    revoked.check()
+    both.note("a", refused)
+    with pytest.raises(KeyRefused, match="no"):
+        both.check()  # a run that ends before the second is asked
+    with pytest.raises(KeyRefused, match="no"):
+        both.note("b", refused)
 
 
 def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_path: Path) -> None:

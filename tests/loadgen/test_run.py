@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import OverloadedError
 from loadgen.config import LoadConfig, Slo
 from loadgen.html import page
+from loadgen.key_watch import KeyRefused
 from loadgen.load import run, run_all
 from tests.harness.stub_inference import StubRouter
 from tests.loadgen.stub_http import StubHttp
@@ -125,6 +126,12 @@ async def test_http_failures_are_counted_by_kind(stub: dict[str, Any], kind: str
     assert (report.requests, report.failed, report.errors) == (3, 3, {kind: 3})
     assert report.goodput == 0.0
     assert kind in page(report)
+
+
+async def test_a_server_of_http_that_refuses_the_key_ends_the_load() -> None:
+    async with StubHttp(status=401) as server:
+        with pytest.raises(KeyRefused):
+            await run(config(server.url, requests=100))
 
 
 async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:

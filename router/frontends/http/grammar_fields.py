@@ -19,6 +19,7 @@ _MAKERS: Mapping[str, _Make] = {
     "choice": choice_spec,
     "grammar": lambda value: text_spec("lark", value),
 }
+_OTHER_FIELDS = "has other fields than those of its type"
 _TEXT = {"type": "string", "minLength": 1}
 _SCHEMAS: Mapping[str, dict[str, Any]] = {
     "json": {"type": ["object", "boolean", "string"], "description": "a JSON schema, or its text"},
@@ -40,17 +41,24 @@ def _response_format(value: object) -> GrammarSpec | None:
         return None
     if not isinstance(value, dict):
         raise wrong("must be an object")
+    if value.get("type") != "json_schema":
+        return plain_grammar(value)
+    if "json_schema" not in value:
+        raise wrong("json_schema is missing")
+    if value.keys() != {"type", "json_schema"}:
+        raise wrong(_OTHER_FIELDS)
+    return schema_grammar(value["json_schema"], "json_schema")
+
+
+def plain_grammar(value: Mapping[str, Any]) -> GrammarSpec | None:
+    """The grammar of a format without a schema; None: of text."""
     match value.get("type"):
         case "text" if len(value) == 1:
             return None
         case "json_object" if len(value) == 1:
             return ANY_OBJECT
-        case "json_schema" if value.keys() == {"type", "json_schema"}:
-            return schema_grammar(value["json_schema"], "json_schema")
-        case "json_schema" if "json_schema" not in value:
-            raise wrong("json_schema is missing")
-        case "text" | "json_object" | "json_schema":
-            raise wrong("has other fields than those of its type")
+        case "text" | "json_object":
+            raise wrong(_OTHER_FIELDS)
     raise unsupported("its type must be text, json_object or json_schema")
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from router.text.contents import Contents
+from router.text.templates import TemplateTexts
+
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model" / "tokenizer.json"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 FALLBACK = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -61,3 +64,15 @@ def byte_level(*merges: tuple[str, str]) -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     return made
+
+
+def byte_level_with(*special: AddedToken) -> Tokenizer:
+    made = byte_level()
+    made.add_special_tokens(list(special))
+    return made
+
+
+def contents_of(*names: str, template: str = "") -> Contents:
+    """Of a tokenizer with these special tokens."""
+    tokenizer = byte_level_with(*(AddedToken(one, special=True) for one in names))
+    return Contents(tokenizer, template=TemplateTexts.read(template))

@@ -8,9 +8,8 @@ from pydantic import PlainValidator
 from pydantic.json_schema import WithJsonSchema
 
 from cluster.grammar.spec import GrammarSpec
-from router.frontends.http.grammar_fields import JSON_SCHEMA, schema_grammar
-from router.request.fields import RequestModel, unsupported, wrong
-from router.request.grammars import ANY_OBJECT
+from router.frontends.http.grammar_fields import JSON_SCHEMA, plain_grammar, schema_grammar
+from router.request.fields import RequestModel, wrong
 
 
 class TextFormat(RequestModel):
@@ -25,17 +24,11 @@ def _format(value: object) -> TextFormat | None:
         return None
     if not isinstance(value, dict):
         raise wrong("must be an object")
-    match value.get("type"):
-        case "text" if len(value) == 1:
-            grammar = None
-        case "json_object" if len(value) == 1:
-            grammar = ANY_OBJECT
-        case "json_schema":
-            grammar = schema_grammar({name: one for name, one in value.items() if name != "type"}, "")
-        case "text" | "json_object":
-            raise wrong("has other fields than those of its type")
-        case _:
-            raise unsupported("its type must be text, json_object or json_schema")
+    grammar: GrammarSpec | None
+    if value.get("type") == "json_schema":
+        grammar = schema_grammar({name: one for name, one in value.items() if name != "type"}, "")
+    else:
+        grammar = plain_grammar(value)
     for name, most in _MOST.items():
         if isinstance(given := value.get(name), str) and len(given) > most:
             raise wrong(f"its {name} has more than {most} characters", most)
