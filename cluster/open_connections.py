@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from cluster.round_robin import CountedRoundRobin
+from cluster.owner_counts import OwnerCounts
 
 T = TypeVar("T")
 
@@ -19,8 +20,10 @@ class OpenConnections(Generic[T]):
     def __init__(self, limit: float = math.inf):
         """Without a `limit`, only the owner evicts."""
         self.limit = limit
-        self._by_address: CountedRoundRobin[T] = CountedRoundRobin()
         self._address: dict[T, str] = {}  # oldest first
+        # Oldest first. A dict would look at all that have left before it finds the oldest.
+        self._by_address: dict[str, OrderedDict[T, None]] = {}
+        self._counts = OwnerCounts()
 
     def __len__(self) -> int:
         return len(self._address)
@@ -34,32 +37,38 @@ class OpenConnections(Generic[T]):
     @property
     def most(self) -> int:
         """Connections of the address with the most."""
-        return self._by_address.most
+        return self._counts.most
 
     def count(self, address: str) -> int:
         """Connections of an address."""
-        return self._by_address.count(address)
+        return self._counts.count(address)
 
     def add(self, connection: T, address: str) -> T | None:
         """Returns the connection to be closed, which is no longer counted, if there are too many."""
         self._address[connection] = address
-        self._by_address.push(address, connection)
+        self._by_address.setdefault(address, OrderedDict())[connection] = None
+        self._counts.add(address, 1)
         return self.evict_oldest() if len(self) > self.limit else None
 
     def evict_oldest(self) -> T:
         """Remove the oldest connection of the address with the most. Raises KeyError where there is none."""
-        return self._removed(self._by_address.pop_oldest_of_most())
+        connection = next(iter(self._by_address[self._counts.first_of_most()]))
+        self.discard(connection)
+        return connection
 
     def evict_newest(self) -> T:
         """Remove the newest connection of the address with the most. Raises KeyError where there is none."""
-        return self._removed(self._by_address.pop_newest_of_most())
-
-    def _removed(self, connection: T) -> T:
-        del self._address[connection]
+        connection = next(reversed(self._by_address[self._counts.last_of_most()]))
+        self.discard(connection)
         return connection
 
     def discard(self, connection: T) -> None:
         """Count a connection no longer; without effect on one that is not counted."""
         address = self._address.pop(connection, None)
-        if address is not None:
-            self._by_address.remove(address, connection)
+        if address is None:
+            return
+        own = self._by_address[address]
+        del own[connection]
+        if not own:
+            del self._by_address[address]
+        self._counts.add(address, -1)

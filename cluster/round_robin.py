@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from cluster.owner_counts import OwnerCounts
+
 T = TypeVar("T")
 
 
@@ -62,10 +64,7 @@ class CountedRoundRobin(RoundRobin[T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: dict[str, int] = {}  # items by owner
-        # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
-        self._by_count: dict[int, dict[str, None]] = {}
-        self._most = 0
+        self._counts = OwnerCounts()
 
     def push(self, owner: str, item: T) -> None:
         super().push(owner, item)
@@ -85,21 +84,21 @@ class CountedRoundRobin(RoundRobin[T]):
     @property
     def most(self) -> int:
         """Items of the owner with the most."""
-        return self._most if self._by_count else 0
+        return self._counts.most
 
     def count(self, owner: str) -> int:
         """Items of an owner."""
-        return self._counts.get(owner, 0)
+        return self._counts.count(owner)
 
     def pop_newest_of_most(self) -> T:
         """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
         KeyError where none waits."""
-        return self._pop_of_most(next(reversed(self._by_count[self._most])), deque.pop)
+        return self._pop_of_most(self._counts.last_of_most(), deque.pop)
 
     def pop_oldest_of_most(self) -> T:
         """Remove the oldest item of the owner with the most; of several, of the one whose number has been the same for
-        longest, so that a newcomer is not the first to go. Raises KeyError where none waits."""
-        return self._pop_of_most(next(iter(self._by_count[self._most])), deque.popleft)
+        longest. Raises KeyError where none waits."""
+        return self._pop_of_most(self._counts.first_of_most(), deque.popleft)
 
     def _pop_of_most(self, owner: str, take: Callable[[deque[T]], T]) -> T:
         queue = self._waiting[owner]
@@ -115,15 +114,4 @@ class CountedRoundRobin(RoundRobin[T]):
         self._count(owner)
 
     def _count(self, owner: str) -> None:
-        before, now = self._counts.pop(owner, 0), len(self._waiting.get(owner, ()))
-        if before:
-            owners = self._by_count[before]
-            del owners[owner]
-            if not owners:
-                del self._by_count[before]
-        if now:
-            self._counts[owner] = now
-            self._by_count.setdefault(now, {})[owner] = None
-        # That of one owner has changed: it fell by one, or rose
-        if now > self._most or self._most not in self._by_count:
-            self._most = now
+        self._counts.set(owner, len(self._waiting.get(owner, ())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from typing import Protocol
 
 
 def tcp_socket(host: str) -> socket.socket:
@@ -30,12 +31,16 @@ def listen(host: str, port: int, backlog: int, *options: tuple[int, int, int]) -
 
 
 def network_of(connection: socket.socket) -> str:
-    """Return the address by which a port counts a peer's connections, or "" if it has left. Of IPv6 the first 64 bits: a
-    peer usually has all addresses that begin with them."""
+    """Return `network` of a connection's peer, or "" if it has left."""
     try:
-        peer = connection.getpeername()
+        return network(connection.getpeername())
     except OSError:  # it was reset
         return ""
+
+
+def network(peer: object) -> str:
+    """Return what a port counts a peer's connections by: its address, of IPv6 the first 64 bits, as a peer usually has all
+    addresses that begin with them. `peer`: as of `socket.accept`; "" for one that is not of IPv4 or IPv6."""
     host = str(peer[0]) if isinstance(peer, tuple) else ""
     if ":" not in host:
         return host
@@ -43,7 +48,11 @@ def network_of(connection: socket.socket) -> str:
     return str(address.ipv4_mapped or address.packed[:8].hex())
 
 
-async def readable(sock: socket.socket) -> None:
+class File(Protocol):
+    def fileno(self) -> int: ...
+
+
+async def readable(file: File) -> None:
     """Return once bytes, a connection or the peer's end wait there. Nothing is read."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
@@ -52,8 +61,8 @@ async def readable(sock: socket.socket) -> None:
         if not ready.done():
             ready.set_result(None)
 
-    loop.add_reader(sock.fileno(), wake)
+    loop.add_reader(file.fileno(), wake)
     try:
         await ready
     finally:
-        loop.remove_reader(sock.fileno())
+        loop.remove_reader(file.fileno())

@@ -7,7 +7,6 @@ gives all connections of an address to the same server: a flood delays only call
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -131,16 +130,9 @@ class GrpcEndpoint:
 
     def _spread(self) -> None:
         listeners = own_listeners(self._port)  # more than one per server where the host has several addresses
-        try:
-            for one in listeners:
-                spread_by_address(one)
-        except OSError as error:
-            log.warning(
-                "a flood from one address at the gRPC port may delay calls from all others: %s", error
-            )
-        finally:
-            for one in listeners:
-                one.close()
+        spread_by_address(listeners, "gRPC")
+        for one in listeners:
+            one.close()
 
     def show_ready(self, ready: bool) -> None:
         self.health.set({"": ready, SERVICE: ready})
@@ -158,9 +150,8 @@ class GrpcEndpoint:
         """Take no further connections, but accept those that wait: closing the port would reset them."""
         listeners = own_listeners(self._port) if self._port else []
         try:
-            for one in listeners:
-                refuse_connections(one)
-            await asyncio.gather(*map(accepted_all, listeners))
+            refuse_connections(listeners)
+            await accepted_all(listeners)
         finally:
             for one in listeners:
                 one.close()

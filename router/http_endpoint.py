@@ -39,10 +39,10 @@ class HttpEndpoint:
         ask_clients: bool,
         member: Member | None = None,
     ):
-        """`member`: of the router's processes, all of which accept from one socket."""
+        """`member`: of the router's processes, all of which accept from the same sockets."""
         self._host = config.host
         self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
-        self._socket = listen_http(config) if member is None else member.http_socket
+        self._listeners = listen_http(config) if member is None else member.http_listeners
         routes = build_routes(gateway)
         gate = Gate(routes.app, gateway)
         cors = Cors(gate, config.cors_origins) if config.cors_origins else None
@@ -73,7 +73,7 @@ class HttpEndpoint:
     @property
     def url(self) -> str:
         scheme = "http" if self._context is None else "https"
-        return f"{scheme}://{addresses.join(self._host, self._socket.getsockname()[1])}"
+        return f"{scheme}://{addresses.join(self._host, self._listeners[0].getsockname()[1])}"
 
     @property
     def connections(self) -> list[str]:
@@ -83,16 +83,16 @@ class HttpEndpoint:
 
     async def serve(self) -> None:
         """Until `stop`."""
-        await self._server.serve(sockets=[self._socket])
+        await self._server.serve(sockets=self._listeners)
 
     async def accept_last(self) -> None:
         """Take no further connections, but serve those that wait to be accepted."""
-        if self._socket.fileno() >= 0:
-            await self._server.accept_last(self._socket)
+        if self._listeners[0].fileno() >= 0:
+            await self._server.accept_last(self._listeners)
 
     async def close_port(self) -> None:
         """Also for processes that share it. Open connections are served until `stop`."""
-        await self._server.close_port(self._socket)
+        await self._server.close_port(self._listeners)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import select
 import socket
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
-from cluster.sockets import listen, tcp_socket
+from cluster.sockets import tcp_socket
+
+log = logging.getLogger(__name__)
 
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
@@ -25,7 +28,7 @@ SEND_BUFFER_BYTES = 256 << 10
 QUIET_SECONDS = 0.1
 MAX_QUIET_SECONDS = 1.0
 LOOK_SECONDS = 0.01
-# Servers behind the gRPC port, each with a share of clients' addresses and a queue of its own for calls.
+# Of clients' addresses, each with a queue of its own: of connections at the HTTP port, of calls at the gRPC port.
 ADDRESS_SHARES = 8
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # asm-generic/socket.h
 # Of a packet for a listening socket, from its TCP header on: drop it if it asks for a connection (SYN without ACK).
@@ -56,42 +59,68 @@ _SHARE_OF_ADDRESS = (
 )
 
 
-def listen_http(config: RouterConfig) -> socket.socket:
-    """Raises ConfigError where the port is not free."""
+def listen_http(config: RouterConfig) -> list[socket.socket]:
+    """Return the sockets that listen on the HTTP port, each with a queue for its share of clients' addresses: a client
+    does not wait behind a flood of connections of another share. Raises ConfigError where the port is not free."""
     # A first streamed byte must not wait for Nagle; and what a client leaves unread must stop its request soon, not fill
     # megabytes of kernel memory.
-    undelayed = socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    small = socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES),
+    )
+    sockets = []
     try:
-        return listen(config.host, config.http_port, BACKLOG, undelayed, small)
+        sockets.append(_bind_alone(config.host, config.http_port))
+        port = sockets[0].getsockname()[1]
+        for _ in range(ADDRESS_SHARES - 1 if sys.platform == "linux" else 0):
+            sockets.append(tcp_socket(config.host))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sockets[-1].bind((config.host.strip("[]"), port))
+        for one in sockets:
+            for option in options:
+                one.setsockopt(*option)
+            one.listen(BACKLOG)
     except OSError as error:
+        for one in sockets:
+            one.close()
         raise ConfigError(
             f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
         ) from error
+    if len(sockets) > 1:
+        spread_by_address(sockets, "HTTP")
+    return sockets
+
+
+def _bind_alone(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound but does not listen: further ones of this process may be bound there (SO_REUSEPORT),
+    another router is refused. Raises OSError where something else has the port."""
+    sock = tcp_socket(host)
+    try:
+        # Only while it binds: connections that a former router has left are no obstacle, but another router is refused
+        # also while none of this one's sockets listens.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host.strip("[]"), port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        # Only now: it would have shared the port with another router of the same user.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def reserve_grpc(config: RouterConfig) -> socket.socket:
-    """Keeps the gRPC port, without listening, for processes that each listen on it (SO_REUSEPORT).
+    """Keeps the gRPC port, without listening, for processes and servers that each listen on it (SO_REUSEPORT).
 
     Raises ConfigError where something else has the port.
     """
-    sock = tcp_socket(config.host)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        # First without SO_REUSEPORT, which would share the port with another router of the same user.
-        with listen(config.host, config.grpc_port, 1) as alone:
-            port = alone.getsockname()[1]
-        # Only while it binds: connections that a former router has left, without SO_REUSEPORT perhaps, are no obstacle,
-        # but another router is refused also while none of this one's processes listens.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((config.host.strip("[]"), port))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        return _bind_alone(config.host, config.grpc_port)
     except OSError as error:
-        sock.close()
         raise ConfigError(
             f"--grpc-port {config.grpc_port} on {config.host}: {error}", field="grpc_port"
         ) from error
-    return sock
 
 
 def own_listeners(port: int) -> list[socket.socket]:
@@ -122,21 +151,24 @@ def _listener(fd: int, port: int) -> socket.socket | None:
     return None
 
 
-def refuse_connections(sock: socket.socket) -> None:
-    """From now on the socket's queue does not grow: it can be emptied and the socket be closed without a reset connection.
+def refuse_connections(sockets: Sequence[socket.socket]) -> None:
+    """From now on the sockets' queues do not grow: they can be emptied, and the sockets be closed without resetting one.
 
-    Clients that connect meanwhile ask again after a second, and find the port closed, or another socket that listens.
-    Applies to all processes that share the socket. Without effect where the system has no such filter.
+    Clients that connect meanwhile ask again after a second, and find the port closed, or other sockets that listen.
+    Applies to all processes that share the sockets. Without effect where the system has no such filter.
     """
     if sys.platform != "linux":
         return
-    with contextlib.suppress(OSError):
-        _attach(sock, _SO_ATTACH_FILTER, _DROP_SYN)
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            _attach(sock, _SO_ATTACH_FILTER, _DROP_SYN)
 
 
-def allow_connections(sock: socket.socket) -> None:
+def allow_connections(sockets: Sequence[socket.socket]) -> None:
     """Undo `refuse_connections`."""
-    if sys.platform == "linux":
+    if sys.platform != "linux":
+        return
+    for sock in sockets:
         with contextlib.suppress(OSError):  # there is no filter
             sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
@@ -147,10 +179,16 @@ def address_shares(config: RouterConfig) -> int:
     return ADDRESS_SHARES if config.processes == 1 and sys.platform == "linux" else 1
 
 
-def spread_by_address(listener: socket.socket) -> None:
-    """Give all connections from an address to the same one of the ADDRESS_SHARES sockets that listen on one port
-    (SO_REUSEPORT), of which `listener` is one. Without this they are spread by address and port. Raises OSError."""
-    _attach(listener, _SO_ATTACH_REUSEPORT_CBPF, _SHARE_OF_ADDRESS)
+def spread_by_address(listeners: Sequence[socket.socket], port_name: str) -> None:
+    """Give all connections from an address to the same of the ADDRESS_SHARES sockets that listen on one port
+    (SO_REUSEPORT). Where the system cannot, they are spread by address and port."""
+    try:
+        for one in listeners:
+            _attach(one, _SO_ATTACH_REUSEPORT_CBPF, _SHARE_OF_ADDRESS)
+    except OSError as error:
+        log.warning(
+            "a flood from one address at the %s port may delay requests from all others: %s", port_name, error
+        )
 
 
 def _attach(sock: socket.socket, option: int, instructions: Sequence[tuple[int, int, int, int]]) -> None:
@@ -161,13 +199,14 @@ def _attach(sock: socket.socket, option: int, instructions: Sequence[tuple[int, 
     sock.setsockopt(socket.SOL_SOCKET, option, described)
 
 
-async def accepted_all(sock: socket.socket) -> None:
-    """Wait until nothing has waited in the socket's queue for QUIET_SECONDS, MAX_QUIET_SECONDS at most.
+async def accepted_all(sockets: Sequence[socket.socket]) -> None:
+    """Wait until nothing has waited in the sockets' queues for QUIET_SECONDS, MAX_QUIET_SECONDS at most.
 
     Connections are accepted meanwhile.
     """
     poll = select.poll()
-    poll.register(sock, select.POLLIN)
+    for sock in sockets:
+        poll.register(sock, select.POLLIN)
     began = quiet_since = time.monotonic()
     while (now := time.monotonic()) - quiet_since < QUIET_SECONDS and now - began < MAX_QUIET_SECONDS:
         if poll.poll(0):

@@ -48,8 +48,9 @@ REFRESH_SECONDS = 0.5
 LOOK_SECONDS = 0.02
 QUIET_SECONDS = 0.5
 # Python's default scans the objects of every stream after each 700 new ones, and as few objects are left after the freeze,
-# it makes full collections often. Few objects here are in cycles: collecting them this late costs some MiB.
-GC_THRESHOLDS = (20_000, 20, 50)
+# it makes full collections often. Few objects here are in cycles: collecting them this late costs some MiB. No collection
+# but a full one scans more than 25,000 objects, which takes about 8 ms: 400,000 of a flood of connections took 0.3 s.
+GC_THRESHOLDS = (5_000, 5, 800)
 LONG_BYTES = 256 << 10
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
 

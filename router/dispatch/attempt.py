@@ -158,9 +158,10 @@ class Attempt:
         """Run is repeated while its connection breaks and the worker's link does not: the worker takes a transfer id in
         once. Raises AioRpcError."""
         broken_until: float | None = None
-        while True:
+        while self._handles:  # else the attempt has ended meanwhile
             try:
-                return await self._run(worker)
+                await self._run(worker)
+                return
             except grpc.aio.AioRpcError as error:
                 now = time.monotonic()
                 broken_until = broken_until or now + LINK_LOST_SECONDS
@@ -304,6 +305,13 @@ class Attempt:
         self.responded.add(source)
         self.finished.add(source)
         self._ended(Ended(source, end))
+        if self.has_ended:
+            self._forget_handles()
+
+    def _forget_handles(self) -> None:
+        """They refer to the attempt: as garbage, all that the request had would stay until a collection, which holds every
+        stream while it runs."""
+        self._handles.clear()
 
     def _ended(self, ended: Ended) -> None:
         lacks_prompt = self.prompt is not None and not self.prompt.complete
@@ -350,6 +358,7 @@ class Attempt:
         if self._dispatching is not None:
             self._dispatching.cancel()
         open_handles = [pair for pair in self._handles.items() if pair[0] not in self.finished]
+        self._forget_handles()
         await asyncio.gather(*(self._cancel(*pair) for pair in open_handles), return_exceptions=True)
 
     async def _cancel(self, source: Source, handle: LinkHandle) -> None:

@@ -47,7 +47,8 @@ async def _run(config: RouterConfig, told: dict[str, Any]) -> None:
 
     memory = SharedMemory(told["memory"], config.processes, told["tenants"])
     parent = ParentLink(socket.socket(fileno=told["link"]))
-    member = Member(told["name"], told["index"], memory, socket.socket(fileno=told["http"]), parent)
+    listeners = [socket.socket(fileno=one) for one in told["http"]]
+    member = Member(told["name"], told["index"], memory, listeners, parent)
     running = Router(config, member)
     parent.start(running.snapshot)
     await running.start()

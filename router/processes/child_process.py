@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cluster.config.router import RouterConfig
@@ -50,9 +50,10 @@ class ChildProcess:
     def serves(self) -> bool:
         return self.started.done() and not self.started.cancelled()
 
-    async def start(self, name: str, memory: SharedMemory, http: socket.socket) -> None:
-        """Raises OSError, for example where there are too many processes."""
+    async def start(self, name: str, memory: SharedMemory, http: Sequence[socket.socket]) -> None:
+        """`http`: sockets that listen on the HTTP port. Raises OSError, for example where there are too many processes."""
         ours, theirs = socket.socketpair()
+        listeners = [one.fileno() for one in http]
         with theirs:
             told = {
                 "name": name,
@@ -62,13 +63,13 @@ class ChildProcess:
                 "tenants": memory.tenants,
                 "memory": memory.fd,
                 "link": theirs.fileno(),
-                "http": http.fileno(),
+                "http": listeners,
             }
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "router.processes.child"),
                     stdin=asyncio.subprocess.PIPE,
-                    pass_fds=(memory.fd, theirs.fileno(), http.fileno()),
+                    pass_fds=(memory.fd, theirs.fileno(), *listeners),
                 )
             except OSError:
                 ours.close()

@@ -1,7 +1,7 @@
-"""The HTTP port of a process whose listening socket all processes of its router share.
+"""The HTTP port of a process whose listening sockets all processes of its router share.
 
-A connection waits in one queue for whichever process accepts it first, so none is lost with a process that ends, stops or
-leaves.
+A connection waits in the queue of its address's share for whichever process accepts it first, so none is lost with a
+process that ends, stops or leaves.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 
 import uvicorn
 
 from cluster.security.key_file import ApiKeys
 from cluster.sockets import readable
-from router.frontends.http.listener import HttpServer, accept_now
+from router.frontends.http.accept_queues import Accepted, AcceptQueues
+from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import LimitedProtocol
 from router.listening import accepted_all
 from router.processes.member import Member
@@ -35,21 +37,21 @@ class SharedHttpServer(HttpServer):
         super().__init__(config, seconds, max_silent, keys)
         self._member = member
 
-    async def _next(self, listener: socket.socket) -> socket.socket:
+    async def _next(self, queues: AcceptQueues) -> Accepted:
         """The next connection; a process with more connections than others waits BEHIND_SECONDS for one of them."""
         while True:
             if not self._ahead():
                 with contextlib.suppress(BlockingIOError):
-                    return accept_now(listener)
-            await readable(listener)
+                    return queues.accept()
+            await readable(queues)
             if self._ahead():
                 await asyncio.sleep(BEHIND_SECONDS)
                 with contextlib.suppress(BlockingIOError):
-                    return accept_now(listener)
+                    return queues.accept()
 
-    async def accept_last(self, listener: socket.socket) -> None:
-        """The parent has closed the socket's queue: only it knows that no process goes on with it."""
-        await accepted_all(listener)
+    async def accept_last(self, listeners: Sequence[socket.socket]) -> None:
+        """The parent has closed the sockets' queues: only it knows that no process goes on with them."""
+        await accepted_all(listeners)
 
     def _ahead(self) -> bool:
         self._count_opening()

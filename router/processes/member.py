@@ -22,12 +22,17 @@ CLOSE_SECONDS = 30.0
 
 class Member:
     def __init__(
-        self, name: str, index: int, memory: SharedMemory, http_socket: socket.socket, parent: ParentLink
+        self,
+        name: str,
+        index: int,
+        memory: SharedMemory,
+        http_listeners: list[socket.socket],
+        parent: ParentLink,
     ):
         """`name`: the router's; its processes are called name/0, name/1, …"""
         self.name = name
         self.index = index
-        self.http_socket = http_socket
+        self.http_listeners = http_listeners
         self.parent = parent
         self._memory = memory
         self._slot = memory.slot(index)

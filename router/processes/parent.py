@@ -63,7 +63,7 @@ class RouterProcesses:
     @property
     def http_url(self) -> str:
         scheme = "https" if self._config.public_tls_cert or self._config.tls_cert else "http"
-        return f"{scheme}://{addresses.join(self._config.host, self._http.getsockname()[1])}"
+        return f"{scheme}://{addresses.join(self._config.host, self._http[0].getsockname()[1])}"
 
     @property
     def grpc_address(self) -> str:
@@ -130,7 +130,7 @@ class RouterProcesses:
     async def _live(self, index: int, first: asyncio.Future[None]) -> tuple[ChildProcess | None, str]:
         """One life of a process. Returns it, and how it ended."""
         config = self._config
-        ports = self._http.getsockname()[1], self._grpc.getsockname()[1]
+        ports = self._http[0].getsockname()[1], self._grpc.getsockname()[1]
         child = ChildProcess(index, process_config(config, index, *ports), self.metrics.encoded)
         try:
             await child.start(config.router_id, self._memory, self._http)
@@ -148,7 +148,7 @@ class RouterProcesses:
             self._memory.reclaim(index)  # first: its places are free whatever else fails
             del self._children[index]
             self.metrics.ended(child)
-            if not self._leaving.is_set():  # whatever it did to the socket that all share
+            if not self._leaving.is_set():  # whatever it did to the sockets that all share
                 allow_connections(self._http)
         return child, ending(code)
 
@@ -200,8 +200,8 @@ class RouterProcesses:
         await self._snapshots.close(SNAPSHOT_SECONDS)
         if self._port is not None:
             await asyncio.to_thread(self._port.close)
-        self._http.close()
-        self._grpc.close()
+        for listener in (*self._http, self._grpc):
+            listener.close()
         self._memory.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
-from router import grpc_endpoint
+from router import listening
 from router.grpc_endpoint import GrpcEndpoint
 from router.listening import ADDRESS_SHARES, own_listeners
 
@@ -55,6 +55,6 @@ async def test_another_router_does_not_share_the_port() -> None:
 async def test_a_system_that_does_not_spread_addresses_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grpc_endpoint, "spread_by_address", MagicMock(side_effect=OSError("not supported")))
+    monkeypatch.setattr(listening, "_attach", MagicMock(side_effect=OSError("not supported")))
     async with started():
-        assert "may delay calls from all others: not supported" in caplog.text
+        assert "at the gRPC port may delay requests from all others: not supported" in caplog.text

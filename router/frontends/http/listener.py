@@ -5,7 +5,7 @@
         ▼                                   ▼
     closed                               closed
 
-Where too many are silent, the oldest is closed; of too many handshakes, the one that OpenConnections evicts.
+Of too many silent ones, or handshakes, the one that OpenConnections evicts is closed.
 
 A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, one of
 the tenant or address with the most gets 429 (router/frontends/http/ready.py).
@@ -21,6 +21,8 @@ import contextlib
 import itertools
 import math
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -28,8 +30,9 @@ import uvicorn
 from cluster.errors import OverloadedError
 from cluster.open_connections import OpenConnections
 from cluster.security.key_file import ApiKeys
-from cluster.sockets import network_of, readable
+from cluster.sockets import network, network_of, readable
 from router.admission.turn_allowance import TurnAllowance
+from router.frontends.http.accept_queues import Accepted, AcceptQueues
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.ready import ReadyConnections
@@ -55,19 +58,28 @@ ACCEPTS_WHEN_FULL = 8
 _POST = b"POST"
 
 
+@dataclass(eq=False, slots=True)
+class Silent:
+    """A connection whose client has sent nothing yet. `deadline`: of the event loop."""
+
+    connection: socket.socket
+    deadline: float
+
+
 class HttpServer(uvicorn.Server):
     """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would delay every stream."""
 
     def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int, keys: ApiKeys | None = None):
         """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
-        client has sent nothing yet; beyond, the oldest is closed. `keys`: by which connections are opened in turns."""
+        client has sent nothing yet; beyond, one is closed. `keys`: by which connections are opened in turns."""
         super().__init__(config)
         self._seconds = seconds
         self._max_silent = max_silent
         # Those accepted in one turn must not close each other: the first bytes are read in the turns that follow.
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
-        self._accepting: list[asyncio.Task[None]] = []
-        self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
+        self._accepting: asyncio.Task[None]
+        self._closing: asyncio.Task[None]
+        self._silent: OpenConnections[Silent] = OpenConnections()
         self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
         # Their first bytes have arrived
         self._ready = ReadyConnections(None if config.is_ssl else keys, max_silent)
@@ -84,64 +96,67 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         loop = asyncio.get_running_loop()
-        self._accepting = [loop.create_task(self._accept(listener)) for listener in sockets or ()]
-        self._accepting.append(loop.create_task(self._close_silent()))
+        self._accepting = loop.create_task(self._accept(sockets or []))
+        self._closing = loop.create_task(self._close_silent())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tasks = [*self._accepting, *self._handshakes]
+        tasks = [self._accepting, self._closing, *self._handshakes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for connection in list(self._silent):
-            self._close(connection)
+        while self._silent:
+            self._close(self._silent.evict_oldest())
         while self._ready:
             self._ready.pop().close()
         await super().shutdown(sockets)
 
-    async def accept_last(self, listener: socket.socket) -> None:
+    async def accept_last(self, listeners: Sequence[socket.socket]) -> None:
         """Take no further connections, but serve those that wait to be accepted."""
-        refuse_connections(listener)
-        await accepted_all(listener)
+        refuse_connections(listeners)
+        await accepted_all(listeners)
 
-    async def close_port(self, listener: socket.socket) -> None:
-        """As `accept_last`, and close it: connections are served until the server exits."""
-        await HttpServer.accept_last(self, listener)
-        accepting, *others = self._accepting
-        self._accepting = others
-        accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
-        listener.close()
+    async def close_port(self, listeners: Sequence[socket.socket]) -> None:
+        """As `accept_last`, and close them: connections are served until the server exits."""
+        await HttpServer.accept_last(self, listeners)
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        for listener in listeners:
+            listener.close()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        for count in itertools.count(1):
-            most = self._accepts_per_turn
-            if count % (min(most, ACCEPTS_WHEN_FULL) if self._ready.full else most) == 0:
-                # While connections wait, `_next` returns without giving up the turn.
-                await asyncio.sleep(0)
-            try:
-                connection = await self._next(listener)
-            except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            self._silent[connection] = loop.time() + self._seconds
-            loop.add_reader(connection.fileno(), self._begin, connection)
-            self._make_room()
+    async def _accept(self, listeners: Sequence[socket.socket]) -> None:
+        with contextlib.closing(AcceptQueues(listeners)) as queues:
+            for count in itertools.count(1):
+                most = self._accepts_per_turn
+                if count % (min(most, ACCEPTS_WHEN_FULL) if self._ready.full else most) == 0:
+                    # While connections wait, `_next` returns without giving up the turn.
+                    await asyncio.sleep(0)
+                try:
+                    connection, client = await self._next(queues)
+                except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                self._add(connection, client)
 
-    def _make_room(self) -> None:
-        """Close the oldest silent connections beyond the limit. Those whose first bytes have arrived are opened."""
-        while len(self._silent) > self._max_silent:
-            oldest = next(iter(self._silent))
-            self._begin(oldest) if _has_bytes(oldest) else self._close(oldest)
-
-    async def _next(self, listener: socket.socket) -> socket.socket:
+    async def _next(self, queues: AcceptQueues) -> Accepted:
         """Not `sock_accept`: uvloop's waits for the next turn, so one connection per turn would be accepted, and on a loop
         with long turns new clients would wait in the backlog."""
         while True:
             with contextlib.suppress(BlockingIOError):
-                return accept_now(listener)
-            await readable(listener)
+                return queues.accept()
+            await readable(queues)
+
+    def _add(self, connection: socket.socket, client: Any) -> None:
+        loop = asyncio.get_running_loop()
+        silent = Silent(connection, loop.time() + self._seconds)
+        self._silent.add(silent, network(client))
+        loop.add_reader(connection.fileno(), self._begin, silent)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Close silent connections beyond the limit. Those whose first bytes have arrived are opened."""
+        while len(self._silent) > self._max_silent:
+            evicted = self._silent.evict_oldest()
+            self._begin(evicted) if _has_bytes(evicted.connection) else self._close(evicted)
 
     async def _close_silent(self) -> None:
         while True:
@@ -150,26 +165,25 @@ class HttpServer(uvicorn.Server):
 
     def _close_overdue(self) -> None:
         now = asyncio.get_running_loop().time()
-        overdue = itertools.takewhile(lambda one: one[1] <= now, self._silent.items())
-        for connection, _ in list(overdue):
-            self._close(connection)
+        for silent in list(itertools.takewhile(lambda one: one.deadline <= now, self._silent)):
+            self._close(silent)
 
-    def _close(self, connection: socket.socket) -> None:
-        del self._silent[connection]
-        asyncio.get_running_loop().remove_reader(connection.fileno())
-        connection.close()
+    def _close(self, silent: Silent) -> None:
+        self._forget(silent).close()
 
-    def _begin(self, connection: socket.socket) -> None:
+    def _forget(self, silent: Silent) -> socket.socket:
+        self._silent.discard(silent)
+        asyncio.get_running_loop().remove_reader(silent.connection.fileno())
+        return silent.connection
+
+    def _begin(self, silent: Silent) -> None:
         """Queue a connection whose first bytes, or whose end, have arrived."""
-        del self._silent[connection]
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(connection.fileno())
         begins = not self._ready
-        if (refused := self._ready.push(connection)) is not None:
+        if (refused := self._ready.push(self._forget(silent))) is not None:
             self._turn_away(refused)
         if begins:
             self._allowance.begin_turn()
-            loop.call_soon(self._open_ready)
+            asyncio.get_running_loop().call_soon(self._open_ready)
 
     def _turn_away(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # its client has left
@@ -210,13 +224,6 @@ class HttpServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
-
-
-def accept_now(listener: socket.socket) -> socket.socket:
-    """Raises OSError; BlockingIOError where no connection waits, because another process was first."""
-    connection, _ = listener.accept()
-    connection.setblocking(False)
-    return connection
 
 
 def _has_left(connection: socket.socket, *, tls: bool) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -97,6 +99,25 @@ async def test_only_workers_that_still_run_are_cancelled(world, going_on):
     assert world.prefill.link.cancelled == [TRANSFER] * (P in going_on)
     assert world.decode.link.cancelled == [TRANSFER] * (D in going_on)
     assert not world.prefill.called_to_cancel and not world.decode.called_to_cancel, "over the link"
+
+
+@pytest.mark.parametrize("going_on", [{P, D}, set()])
+async def test_nothing_is_left_of_an_attempt_that_is_over(world, going_on):
+    for source, worker in ((P, world.prefill), (D, world.decode)):
+        worker.sends = [token(9)] if source in going_on else [token(9), done()]
+    attempt = world.attempt()
+    attempt.start()
+    await until(lambda: attempt.responded == {P, D} and attempt.finished == {P, D} - going_on, "all is sent")
+    gc.disable()
+    try:
+        if going_on:
+            await asyncio.wait_for(attempt.close(), LONG)
+        left = weakref.ref(world.made.pop())
+        attempt = None
+        world.when_drained.clear()
+        await until(lambda: left() is None, "it is freed", 10)
+    finally:
+        gc.enable()
 
 
 async def test_a_cancel_without_a_link_is_a_call(world):

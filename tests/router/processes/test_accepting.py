@@ -48,7 +48,7 @@ async def test_connections_that_send_nothing_are_published_and_forgotten(memory:
         server = SharedHttpServer(Config(app=lambda: None), member(memory, 0), 0.2, 100)
         for _ in range(SILENT):
             stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))
-        accepting = asyncio.create_task(server._accept(listener))
+        accepting = asyncio.create_task(server._accept([listener]))
         try:
             await until(lambda: opening.get(Figure.OPENING) == SILENT, "they are published")
         finally:

@@ -95,7 +95,7 @@ async def test_a_signal_to_processes_alone_ends_nothing(
 async def test_a_drained_process_leaves_the_port_to_the_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config("none:app")
-        await SharedHttpServer(config, cast(Member, None), 1.0, 8).accept_last(listener)
+        await SharedHttpServer(config, cast(Member, None), 1.0, 8).accept_last([listener])
         socket.create_connection(listener.getsockname(), timeout=10).close()
 
 

@@ -227,7 +227,9 @@ async def test_the_ports_are_free_soon_after_the_parents_end(router_model: Path,
 
 
 def _free(config: RouterConfig) -> bool:
-    with contextlib.suppress(ConfigError), listen_http(config), reserve_grpc(config):
+    with contextlib.suppress(ConfigError), contextlib.ExitStack() as stack:
+        for listener in (*listen_http(config), reserve_grpc(config)):
+            stack.enter_context(listener)
         return True
     return False
 

@@ -34,6 +34,7 @@ TEXT = 4 << 20
 HELD_BODIES = 50
 LARGE_BODIES = 3
 SILENT = 4100
+NOBODYS_ADDRESS = "127.0.0.2"
 IDLE_STREAMS = 260
 WATCHES = 64
 TOKENIZES = 6
@@ -132,11 +133,13 @@ class Attackers:
 
     @contextlib.asynccontextmanager
     async def _connected(self, port: int, *, known: bool = True):  # type: ignore[no-untyped-def]
-        """Without a certificate: under mutual TLS such connections stay without a handshake."""
+        """Not `known`: without a certificate, so that under mutual TLS they stay without a handshake, and from an address
+        of their own, as ports share connections by address."""
         context = self.context if known else None
         server_name = "localhost" if context else None
+        own = None if known else (NOBODYS_ADDRESS, 0)
         reader, writer = await asyncio.open_connection(
-            self.host, port, ssl=context, server_hostname=server_name
+            self.host, port, ssl=context, server_hostname=server_name, local_addr=own
         )
         try:
             yield reader, writer

@@ -17,6 +17,7 @@ import uvloop
 from starlette.responses import PlainTextResponse
 
 from baton.local.certs import make_certs
+from cluster.config.router import RouterConfig
 from cluster.security.tls import ClientTls
 from router.frontends.http import listener as http_listener
 from router.frontends.http.listener import (
@@ -26,6 +27,7 @@ from router.frontends.http.listener import (
     OPENED_PER_TURN,
     HttpServer,
 )
+from router.listening import listen_http
 from tests.harness.waiting import turns, until
 
 SILENT = 4 * MAX_HANDSHAKES
@@ -40,8 +42,8 @@ def server_of(max_silent: int, **config: Any) -> HttpServer:
 
 
 @contextlib.asynccontextmanager
-async def running(server: HttpServer, listener: socket.socket) -> AsyncIterator[None]:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+async def running(server: HttpServer, *listeners: socket.socket) -> AsyncIterator[None]:
+    serving = asyncio.create_task(server.serve(sockets=list(listeners)))
     try:
         await until(lambda: server.started, "it serves")
         yield
@@ -58,11 +60,15 @@ async def serving(**config: Any) -> AsyncIterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def connected(listener: socket.socket, number: int) -> Iterator[list[socket.socket]]:
+def connected(
+    listener: socket.socket, number: int, source: str = "127.0.0.1"
+) -> Iterator[list[socket.socket]]:
     """Clients that wait to be accepted."""
+    where = listener.getsockname()
     with contextlib.ExitStack() as stack:
         clients = [
-            stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(number)
+            stack.enter_context(socket.create_connection(where, source_address=(source, 0)))
+            for _ in range(number)
         ]
         for client in clients:
             client.setblocking(False)
@@ -150,8 +156,9 @@ async def test_a_connection_that_is_turned_away_is_told_so(tls: bool) -> None:
             client.send(POST)
             accepted, _ = listener.accept()
             assert accepted.recv(1, socket.MSG_PEEK)
-            server._silent[accepted] = 0.0
-            server._begin(accepted)
+            silent = http_listener.Silent(accepted, 0.0)
+            server._silent.add(silent, "")
+            server._begin(silent)
         if tls:
             with pytest.raises(ConnectionResetError):
                 clients[2].recv(1)
@@ -182,6 +189,40 @@ async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
             assert await answer(oldest) == b"HTTP/1.1 200"
             assert await answer(silent) == b"", "it made room instead"
             assert await answer(ended) == b""
+
+
+async def test_silent_connections_of_one_address_close_none_of_another() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
+        async with running(server_of(8), listener):
+            with connected(listener, 1) as (client,), connected(listener, 40, "127.0.0.2") as flood:
+                for one in flood[:33]:
+                    assert await answer(one) == b""
+                client.send(GET)
+                assert await answer(client) == b"HTTP/1.1 200"
+
+
+async def test_clients_are_accepted_beside_a_flood_of_another_address() -> None:
+    """In one queue they waited for all of it."""
+    server = server_of(SILENT)
+    order: list[str] = []
+    add = server._add
+
+    def note(connection: socket.socket, client: tuple[str, int]) -> None:
+        order.append(client[0])
+        add(connection, client)
+
+    server._add = note  # type: ignore[method-assign]
+    listeners = listen_http(RouterConfig(model=Path("m"), http_port=0))
+    with contextlib.ExitStack() as stack:
+        for one in listeners:
+            stack.enter_context(one)
+        stack.enter_context(connected(listeners[0], 200, "127.0.0.1"))
+        for last in range(2, 18):
+            stack.enter_context(connected(listeners[0], 1, f"127.0.0.{last}"))
+        async with running(server, *listeners):
+            await until(lambda: len(order) == 216, "all are accepted")
+    # Some may be of its share.
+    assert len(set(order[:64])) > 8
 
 
 @pytest.mark.parametrize(("tls", "a_turn"), [(True, HANDSHAKES_PER_TURN), (False, OPENED_PER_TURN)])
