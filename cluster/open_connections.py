@@ -46,6 +46,10 @@ class OpenConnections(Generic[T]):
         self._by_address.push(address, connection)
         return self.evict_oldest() if len(self) > self.limit else None
 
+    def oldest_of_most(self) -> T:
+        """The oldest connection of the address with the most. Raises KeyError where there is none."""
+        return self._by_address.oldest_of_most()
+
     def evict_oldest(self) -> T:
         """Remove the oldest connection of the address with the most. Raises KeyError where there is none."""
         return self._removed(self._by_address.pop_oldest_of_most())

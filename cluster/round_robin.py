@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+
+class _DifferentItems(Generic[T]):
+    """As a deque of items that are hashable and different, any of which is found and removed in the same time."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[T, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._items
+
+    def append(self, item: T) -> None:
+        self._items[item] = None
+
+    def extend(self, items: Iterable[T]) -> None:
+        self._items.update(dict.fromkeys(items))
+
+    def popleft(self) -> T:
+        return self._items.popitem(last=False)[0]
+
+    def pop(self) -> T:
+        return self._items.popitem()[0]
+
+    def remove(self, item: T) -> None:
+        del self._items[item]
+
+
+_Queue: TypeAlias = deque[T] | _DifferentItems[T]
 
 
 class RoundRobin(Generic[T]):
@@ -17,8 +51,11 @@ class RoundRobin(Generic[T]):
 
     def __init__(self) -> None:
         # The owner whose turn is next comes first; none is empty.
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Queue[T]] = OrderedDict()
         self._items = 0
+
+    def _new_queue(self) -> _Queue[T]:
+        return deque()
 
     def __len__(self) -> int:
         return self._items
@@ -27,14 +64,14 @@ class RoundRobin(Generic[T]):
         """Add an item behind its owner's others; a new owner goes behind all others."""
         queue = self._waiting.get(owner)
         if queue is None:
-            queue = self._waiting[owner] = deque()
+            queue = self._waiting[owner] = self._new_queue()
         queue.append(item)
         self._items += 1
 
     def append_all(self, newer: RoundRobin[T]) -> None:
         """Add the items of another, which is not used any more, behind this one's. Looks at each owner of the other."""
         for owner, queue in newer._waiting.items():
-            self._waiting.setdefault(owner, deque()).extend(queue)
+            self._waiting.setdefault(owner, self._new_queue()).extend(queue)
         self._items += len(newer)
 
     def pop(self) -> T:
@@ -58,7 +95,8 @@ class RoundRobin(Generic[T]):
 
 
 class CountedRoundRobin(RoundRobin[T]):
-    """A `RoundRobin` that finds the owner with the most items, in the same time for any number of owners."""
+    """A `RoundRobin` of hashable, different items that finds the owner with the most, in the same time for any number of
+    owners. Nor does `remove` look through the owner's items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +104,9 @@ class CountedRoundRobin(RoundRobin[T]):
         # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
         self._by_count: dict[int, dict[str, None]] = {}
         self._most = 0
+
+    def _new_queue(self) -> _Queue[T]:
+        return _DifferentItems()
 
     def push(self, owner: str, item: T) -> None:
         super().push(owner, item)
@@ -94,14 +135,21 @@ class CountedRoundRobin(RoundRobin[T]):
     def pop_newest_of_most(self) -> T:
         """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
         KeyError where none waits."""
-        return self._pop_of_most(next(reversed(self._by_count[self._most])), deque.pop)
+        return self._pop_of_most(next(reversed(self._by_count[self._most])), lambda queue: queue.pop())
 
     def pop_oldest_of_most(self) -> T:
         """Remove the oldest item of the owner with the most; of several, of the one whose number has been the same for
         longest, so that a newcomer is not the first to go. Raises KeyError where none waits."""
-        return self._pop_of_most(next(iter(self._by_count[self._most])), deque.popleft)
+        return self._pop_of_most(self._first_of_most(), lambda queue: queue.popleft())
 
-    def _pop_of_most(self, owner: str, take: Callable[[deque[T]], T]) -> T:
+    def oldest_of_most(self) -> T:
+        """The item that `pop_oldest_of_most` would remove. Raises KeyError where none waits."""
+        return next(iter(self._waiting[self._first_of_most()]))
+
+    def _first_of_most(self) -> str:
+        return next(iter(self._by_count[self._most]))
+
+    def _pop_of_most(self, owner: str, take: Callable[[_Queue[T]], T]) -> T:
         queue = self._waiting[owner]
         item = take(queue)
         if not queue:

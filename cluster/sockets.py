@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from urllib.parse import unquote
 
 
 def tcp_socket(host: str) -> socket.socket:
@@ -36,7 +37,18 @@ def network_of(connection: socket.socket) -> str:
         peer = connection.getpeername()
     except OSError:  # it was reset
         return ""
-    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    return _network(str(peer[0])) if isinstance(peer, tuple) else ""
+
+
+def network_of_call(peer: str) -> str:
+    """The same for the peer of a gRPC call, such as `ipv4:10.0.0.1:5` or `ipv6:%5B::1%5D:5`; any other as it is."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    return _network(unquote(address).rpartition(":")[0].strip("[]"))
+
+
+def _network(host: str) -> str:
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host.partition("%")[0])

@@ -72,7 +72,7 @@ def test_who_has_the_most_after_any_sequence() -> None:
     expected: dict[str, list[int]] = {owner: [] for owner in "abcd"}
     for number in range(2000):
         owner = rng.choice("abcd")
-        match rng.randrange(5):
+        match rng.randrange(6):
             case 0 | 1:
                 waiting.push(owner, number)
                 expected[owner].append(number)
@@ -84,13 +84,40 @@ def test_who_has_the_most_after_any_sequence() -> None:
                 most = next(one for one in expected.values() if item in one)
                 assert most[-1] == item and len(most) == max(map(len, expected.values()))
                 most.pop()
-            case 4 if number % 4 == 0:
+            case 4 if any(expected.values()):
+                item = waiting.oldest_of_most()
+                assert waiting.pop_oldest_of_most() == item
+                most = next(one for one in expected.values() if item in one)
+                assert most[0] == item and len(most) == max(map(len, expected.values()))
+                most.pop(0)
+            case 5 if number % 4 == 0:
                 newer: CountedRoundRobin[int] = CountedRoundRobin()
                 for more in rng.choices("abcd", k=rng.randrange(4)):
                     number += 10_000
                     newer.push(more, number)
                     expected[more].append(number)
                 waiting.append_all(newer)
+
+
+def test_an_item_is_removed_without_a_look_at_the_others_of_its_owner() -> None:
+    looks = 0
+
+    class Item:
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return self is other
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    waiting: CountedRoundRobin[Item] = CountedRoundRobin()
+    items = [Item() for _ in range(1000)]
+    for item in items:
+        waiting.push("a", item)
+    for item in reversed(items):
+        waiting.remove("a", item)
+    assert not waiting and looks < len(items)
 
 
 def test_many_owners_do_not_make_the_search_for_the_most_slow() -> None:

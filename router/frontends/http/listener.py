@@ -5,7 +5,7 @@
         ▼                                   ▼
     closed                               closed
 
-Where too many are silent, the oldest is closed; of too many handshakes, the one that OpenConnections evicts.
+Of too many silent ones, or too many handshakes, the one that OpenConnections names is closed.
 
 A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, one of
 the tenant or address with the most gets 429 (router/frontends/http/ready.py).
@@ -33,6 +33,7 @@ from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.ready import ReadyConnections
+from router.frontends.http.silent import SilentConnections
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # with TLS, at a time
@@ -60,14 +61,14 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int, keys: ApiKeys | None = None):
         """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
-        client has sent nothing yet; beyond, the oldest is closed. `keys`: by which connections are opened in turns."""
+        client has sent nothing yet; beyond, one is closed. `keys`: by which connections are opened in turns."""
         super().__init__(config)
         self._seconds = seconds
         self._max_silent = max_silent
         # Those accepted in one turn must not close each other: the first bytes are read in the turns that follow.
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: list[asyncio.Task[None]] = []
-        self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
+        self._silent = SilentConnections()
         self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
         # Their first bytes have arrived
         self._ready = ReadyConnections(None if config.is_ssl else keys, max_silent)
@@ -130,9 +131,9 @@ class HttpServer(uvicorn.Server):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Close the oldest silent connections beyond the limit. Those whose first bytes have arrived are opened."""
+        """Close silent connections beyond the limit. Those whose first bytes have arrived are opened."""
         while len(self._silent) > self._max_silent:
-            oldest = next(iter(self._silent))
+            oldest = self._silent.next_to_go()
             self._begin(oldest) if _has_bytes(oldest) else self._close(oldest)
 
     async def _next(self, listener: socket.socket) -> socket.socket:

@@ -184,6 +184,27 @@ async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
             assert await answer(ended) == b""
 
 
+async def test_silent_connections_of_one_address_close_none_of_another() -> None:
+    server = server_of(4)
+    with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener, contextlib.ExitStack() as stack:
+        address = listener.getsockname()
+        async with running(server, listener):
+            client = stack.enter_context(socket.create_connection(address))
+            await until(lambda: len(server._silent) == 1, "it is accepted")
+            flood = [
+                stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+                for _ in range(8)
+            ]
+            for one in (client, *flood):
+                one.setblocking(False)
+            for one in flood[:5]:
+                assert await answer(one) == b""
+            client.send(GET)
+            assert await answer(client) == b"HTTP/1.1 200"
+            flood[7].send(GET)
+            assert await answer(flood[7]) == b"HTTP/1.1 200", "the newest stay"
+
+
 @pytest.mark.parametrize(("tls", "a_turn"), [(True, HANDSHAKES_PER_TURN), (False, OPENED_PER_TURN)])
 async def test_few_connections_are_opened_in_one_turn(tls: bool, a_turn: int) -> None:
     """Most of a handshake's work is done in the turn in which it is opened, and a request needs about ten turns."""

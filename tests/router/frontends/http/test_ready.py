@@ -6,8 +6,8 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -154,7 +154,7 @@ def test_a_clients_ipv6_addresses_take_one_turn(first: str, second: str, one_cli
     ready = ReadyConnections(None, LIMIT)
 
     def of(address: str) -> socket.socket:
-        return cast(socket.socket, SimpleNamespace(getpeername=lambda: (address, 1, 0, 0)))
+        return cast(socket.socket, Mock(getpeername=lambda: (address, 1, 0, 0)))
 
     flood, other = [of(first) for _ in range(2)], of(second)
     for one in (*flood, other):
