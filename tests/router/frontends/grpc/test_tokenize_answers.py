@@ -40,9 +40,9 @@ def service(most: int) -> InferenceService:
     return InferenceService(gateway)
 
 
-def call(text: str | None = "a") -> Any:
+def call(request: pb.TokenizeRequest | None = None) -> Any:
     context = MagicMock()
-    request = pb.TokenizeRequest(model="m", text=text)
+    request = request or pb.TokenizeRequest(text="a")
     context.read = AsyncMock(return_value=request.SerializeToString())
     context.send_initial_metadata = AsyncMock()
     context.write = AsyncMock()
@@ -92,7 +92,7 @@ async def test_an_answer_has_as_many_tokens_as_any_other() -> None:
 
 
 async def test_a_request_without_a_prompt_is_refused() -> None:
-    context = call(text=None)
+    context = call(pb.TokenizeRequest(model="m"))
     with pytest.raises(InvalidRequestError) as caught:
         await service(TOKENS).Tokenize(MagicMock(), context)
     assert caught.value.field == "prompt"
