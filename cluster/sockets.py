@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import socket
 from typing import Protocol
+from urllib.parse import unquote
 
 
 def tcp_socket(host: str) -> socket.socket:
@@ -38,10 +39,21 @@ def network_of(connection: socket.socket) -> str:
         return ""
 
 
+def network_of_call(peer: str) -> str:
+    """Return `network` of a gRPC call's peer, such as `ipv4:10.0.0.1:5` or `ipv6:%5B::1%5D:5`; any other as it is."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    return _network(unquote(address).rpartition(":")[0].strip("[]"))
+
+
 def network(peer: object) -> str:
     """Return what a port counts a peer's connections by: its address, of IPv6 the first 64 bits, as a peer usually has all
     addresses that begin with them. `peer`: as of `socket.accept`; "" for one that is not of IPv4 or IPv6."""
-    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    return _network(str(peer[0])) if isinstance(peer, tuple) else ""
+
+
+def _network(host: str) -> str:
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host.partition("%")[0])

@@ -254,7 +254,9 @@ class ConnectionLimits(Frozen):
         "clients behind a load balancer move to other routers; 0 = never",
     )
     max_health_watchers: Count = Field(
-        256, ge=1, description="calls of gRPC's Health.Watch; beyond it the oldest ends"
+        256,
+        ge=1,
+        description="calls of gRPC's Health.Watch; beyond it the oldest of the address with the most ends",
     )
     header_seconds: Seconds = Field(10.0, gt=0, description="for the head of a request to arrive")
     body_seconds: Seconds = Field(60.0, gt=0, description="for the body of a request to arrive")

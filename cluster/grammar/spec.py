@@ -15,6 +15,8 @@ from wire import common_pb2
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 # Of its text, in UTF-8. A grammar is sent with every attempt, and again from the prefill to the decode worker.
 MAX_GRAMMAR_BYTES = 128 << 10
+# The library has an item for each, and one more; with more items than it allows (parser_limits) no answer could begin.
+MAX_CHOICES = 1999
 _CHOICE_BYTES = 3  # of JSON around the text of a choice; the list has one byte more
 
 
@@ -59,20 +61,22 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
         case "lark":
             spec = GrammarSpec("lark", grammar.lark)
         case "choice" if grammar.choice.texts:
+            if reason := why_too_many_choices(len(grammar.choice.texts)):
+                raise _refused(reason, MAX_CHOICES)
             if reason := why_choices_too_long(grammar.choice.texts):
-                raise _too_long(reason)
+                raise _refused(reason, MAX_GRAMMAR_BYTES)
             spec = GrammarSpec.of_choices(grammar.choice.texts)
         case _:
             raise InvalidRequestError(
                 "grammar: has none of json_schema, regex, choice and lark, or no choices", field="grammar"
             )
     if reason := why_too_long(spec.text):
-        raise _too_long(reason)
+        raise _refused(reason, MAX_GRAMMAR_BYTES)
     return spec
 
 
-def _too_long(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"grammar: {reason}", field="grammar", limit=str(MAX_GRAMMAR_BYTES))
+def _refused(reason: str, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(f"grammar: {reason}", field="grammar", limit=str(limit))
 
 
 def why_too_long(text: str) -> str:
@@ -88,16 +92,12 @@ def why_choices_too_long(texts: Sequence[str]) -> str:
     """Why a grammar cannot have these choices, before their JSON is made: a request may have megabytes of them. Empty if
     it probably can."""
     count = len(texts)
-    if reason := why_too_many_choices(count):
-        return reason
     size = sum(map(len, texts)) + _CHOICE_BYTES * count
-    return _too_many(count) if size > MAX_GRAMMAR_BYTES else ""
+    if size <= MAX_GRAMMAR_BYTES:
+        return ""
+    return f"{count} choices; at most {MAX_GRAMMAR_BYTES} bytes of JSON are allowed"
 
 
 def why_too_many_choices(count: int) -> str:
     """Why a grammar cannot have so many choices, however short; empty if it can."""
-    return _too_many(count) if _CHOICE_BYTES * count > MAX_GRAMMAR_BYTES else ""
-
-
-def _too_many(count: int) -> str:
-    return f"{count} choices; at most {MAX_GRAMMAR_BYTES} bytes of JSON are allowed"
+    return f"{count} choices; at most {MAX_CHOICES} are allowed" if count > MAX_CHOICES else ""

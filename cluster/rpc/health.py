@@ -16,7 +16,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2 as pb
 
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from cluster.open_connections import OpenConnections
 from cluster.rpc import errors
+from cluster.sockets import network_of_call
 
 SERVICE = "grpc.health.v1.Health"
 MAX_NAME_CHARACTERS = 256
@@ -31,11 +33,10 @@ class Health:
 
     def __init__(self, max_watchers: int, write_seconds: float = WRITE_SECONDS):
         """`write_seconds`: limit for a watcher to read a status."""
-        self._max_watchers = max_watchers
         self._write_seconds = write_seconds
         self._statuses: dict[str, int] = {"": pb.HealthCheckResponse.SERVING}
         self._changed = asyncio.Event()
-        self._watchers: dict[asyncio.Task[Any], None] = {}  # oldest first
+        self._watchers: OpenConnections[asyncio.Task[Any]] = OpenConnections(max_watchers)
         self._leaving = False
 
     def set(self, statuses: Mapping[str, bool]) -> None:
@@ -65,7 +66,7 @@ class Health:
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, raw: bytes, context: Context) -> None:
-        """Stream a service's status; above the limit of watchers the oldest call is ended."""
+        """Stream a service's status; above the limit of watchers the call that OpenConnections names is ended."""
         with _ending_with_the_client():
             await _send_metadata(context)
             error = await self._watch(await _service(raw, context), context)
@@ -76,11 +77,9 @@ class Health:
         """Send statuses until the call must end. Returns the reason."""
         task = asyncio.current_task()
         assert task is not None, "inside a call"
-        self._watchers[task] = None
-        if len(self._watchers) > self._max_watchers:
-            oldest = next(iter(self._watchers))
-            del self._watchers[oldest]
-            oldest.cancel()
+        excess = self._watchers.add(task, network_of_call(context.peer()))
+        if excess is not None:
+            excess.cancel()
         try:
             await self._send_statuses(service, context)
         except DeadlineError as error:
@@ -90,10 +89,10 @@ class Health:
                 raise
             # grpc.aio would leave the call open without a status.
             task.uncancel()
-            limit = str(self._max_watchers)
+            limit = str(self._watchers.limit)
             return OverloadedError(f"more than {limit} calls watch health", field="Watch", limit=limit)
         finally:
-            self._watchers.pop(task, None)
+            self._watchers.discard(task)
 
     async def _send_statuses(self, service: str, context: Context) -> NoReturn:
         told = None

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
-from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, wrong
+from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, shown, wrong
 from router.request.grammars import RequestedGrammar
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 REASONING_EFFORTS: tuple[str, ...] = get_args(ReasoningEffort)
 
 MAX_PRIORITY = 2**15
-MAX_TOKEN_DIGITS = 10  # of a token id that is a key
-TOKEN_KEY = f"^[0-9]{{1,{MAX_TOKEN_DIGITS}}}$"
+# A token id that is a key, as JSON writes numbers: with two spellings, two keys could name one token
+TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
+_TOKEN_KEY = re.compile(TOKEN_KEY)
 
 Flag: TypeAlias = bool | None  # null is false
 TokenId: TypeAlias = Annotated[int, late(minimum=0, maximum="last_token")]
@@ -29,8 +31,8 @@ def _token_key(key: object) -> object:
     """A key of a JSON object; a map of a gRPC message has numbers."""
     if not isinstance(key, str):
         return key
-    if not (key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS):
-        raise wrong("its keys must be token ids")
+    if _TOKEN_KEY.fullmatch(key) is None:
+        raise wrong(f"{shown(key)} is no token id; keys are digits without leading zeros")
     return int(key)
 
 

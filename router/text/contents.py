@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -119,15 +119,15 @@ class Contents:
             return False
         return key.isidentifier() or not any(one in key for one in self._edges)
 
-    def marked(self, values: T) -> tuple[T, str]:
+    def marked(self, values: T, fields: Sequence[str] = ()) -> tuple[T, str]:
         """The values, nested lists and objects, with marks in every text of which a special token's may be made; and the
-        mark, empty if there are no such texts.
+        mark, empty if there are no such texts. `fields`: names of a list's entries, for errors.
 
         Raises InvalidRequestError for texts with special tokens that a mark cannot prevent: those of one character, and
         those that only the tokenizer's normalizer makes; and where every mark is in some text.
         """
         if self._unmarkable:
-            self._refuse(values)
+            self._refuse(dict(zip(fields, cast(Sequence[Any], values), strict=True)) if fields else values)
         if not any(map(self._needs_marks, texts(values, self._keys, ROLES))):
             return values, ""
         mark = next((one for one in self._marks if not any(map(_holds(one), texts(values)))), None)

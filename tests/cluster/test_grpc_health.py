@@ -20,9 +20,13 @@ class AbortError(Exception):
 class Call:
     """A client that reads all that is written to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.read: list[int] = []
         self.code: grpc.StatusCode | None = None
+        self._host = host
+
+    def peer(self) -> str:
+        return f"ipv4:{self._host}:{id(self) % 65536}"
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         pass
@@ -69,6 +73,16 @@ async def test_the_oldest_watcher_makes_room_and_no_other() -> None:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(third, fourth, return_exceptions=True)
+
+
+async def test_watchers_of_one_address_end_none_of_another() -> None:
+    health = Health(2)
+    calls = [Call("10.0.0.1"), Call("10.0.0.2"), Call("10.0.0.2")]
+    tasks = [await watched(health, call) for call in calls]
+    assert [task.done() for task in tasks] == [False, True, False]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_service_that_leaves_serves_no_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -44,6 +45,33 @@ def test_only_a_peer_with_the_key_is_accepted() -> None:
         there.close()
     finally:
         listening.close()
+
+
+def test_ranks_that_are_not_waited_for_are_closed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "START_SECONDS", 5.0)
+    listening = RankListener("127.0.0.1", "w")
+    try:
+        with contextlib.ExitStack() as stack:
+            pipes = [
+                stack.enter_context(connect_to_leader(listening.address, listening.key, rank))
+                for rank in (9, 3, 3, 4)
+            ]
+            there = listening.wait(range(3, 5))
+            assert there.keys() == {3, 4}
+            for pipe in pipes[:2]:
+                assert pipe.poll(10.0)
+                with pytest.raises(EOFError):
+                    pipe.recv_bytes()
+            for connection, pipe in zip(there.values(), pipes[2:], strict=True):
+                with connection:
+                    connection.send_bytes(b"go")
+                    assert pipe.recv_bytes() == b"go"
+    finally:
+        listening.close()
+    assert "rank 9 is none of those that are waited for: [3, 4]" in caplog.text
+    assert "rank 3 has connected again" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

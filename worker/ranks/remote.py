@@ -247,7 +247,8 @@ class RankListener:
             )
 
     def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:
-        """Wait for all of `ranks`. Raises SetupError, with those that are missing, after START_SECONDS."""
+        """Wait for all of `ranks`, and close connections of any other. Raises SetupError, with those that are missing,
+        after START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         connections: dict[int, Connection] = {}
         while set(connections) != set(ranks):
@@ -258,7 +259,12 @@ class RankListener:
                     connection.close()
                 missing = sorted(set(ranks) - set(connections))
                 raise SetupError(f"ranks {missing} did not connect within {START_SECONDS:.0f} s") from None
+            if rank not in ranks:
+                self._log_refused(SetupError(f"rank {rank} is none of those that are waited for: {[*ranks]}"))
+                connection.close()
+                continue
             if rank in connections:  # its limit ran out as its handshake ended: it has tried again
+                self._log_refused(SetupError(f"rank {rank} has connected again: its first connection ends"))
                 connections[rank].close()
             connections[rank] = connection
         return connections

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 from cluster.errors import InvalidRequestError
+from router.frontends.field_names import renamed
 from router.request.fields import refuse
 from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
@@ -23,6 +26,18 @@ from router.text.contents import role_of
 from router.text.conversation import Conversation, Tool
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
+
+# What serves every endpoint names the fields of HTTP's chats, whose functions are objects of their own.
+_PARTS = (
+    (re.compile(r"^chat_template_kwargs(?=[.:]|$)"), "chat.template_kwargs"),
+    (re.compile(r"^(?=(?:messages|tools|tool_choice)(?:[.\[:]|$))"), "chat."),
+    (re.compile(r"^(chat\.(?:\w+\[\d+\]\.)*?(?:tools|tool_calls)\[\d+\])\.function(?=[.:]|$)"), r"\1"),
+)
+
+
+def named_in_chat() -> AbstractContextManager[None]:
+    """Errors within name the fields of the message's `chat`."""
+    return renamed({}, _PARTS)
 
 
 def check_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> None:

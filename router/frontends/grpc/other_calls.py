@@ -16,6 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
+from cluster.open_connections import OpenConnections
+from cluster.sockets import network_of_call
 from router.admission.admission import in_flight
 from router.admission.shares import Share, Taken
 from router.admission.tally import LocalTally
@@ -23,7 +25,7 @@ from router.frontends.grpc.gate import Context
 from router.frontends.grpc.refusal import refusing
 
 # These messages have a few bytes and arrive with the call, but gRPC accepts long ones. So only this many are read at a
-# time, each within a short time. A further one ends the oldest: calls that send nothing must not delay others.
+# time, each within a short time. A further one ends another: calls that send nothing must not delay others.
 READS = 32
 READ_SECONDS = 1.0
 # Answers have a few bytes, too: a client that reads them takes each at once.
@@ -34,39 +36,35 @@ T = TypeVar("T")
 
 
 class _Waits:
-    """Waits of calls for their clients: each within a time, and only `most` at once; a further one ends the oldest."""
+    """Waits of calls for their clients: each within a time, and only `most` at once; a further one ends the one that
+    OpenConnections names."""
 
     def __init__(self, most: int, seconds: float, waiting_for: str):
-        self._most = most
         self._seconds = seconds
         self._waiting_for = waiting_for
-        self._running: dict[asyncio.Timeout, None] = {}  # oldest first
+        self._running: OpenConnections[asyncio.Timeout] = OpenConnections(most)
 
-    async def result(self, wait: Awaitable[T]) -> T:
-        """Raises OverloadedError if it made room for others, DeadlineError if it was late."""
+    async def result(self, wait: Awaitable[T], peer: str) -> T:
+        """`peer`: the call's. Raises OverloadedError if it made room for others, DeadlineError if it was late."""
         deadline = asyncio.timeout(self._seconds)
         try:
             async with deadline:
-                self._running[deadline] = None
-                if len(self._running) > self._most:
-                    self._end_oldest()
+                _end(self._running.add(deadline, network_of_call(peer)))
                 return await wait
         except TimeoutError:
             if deadline not in self._running:
-                many = (
-                    f"more than {self._most} calls of these services wait for {self._waiting_for}; try again"
-                )
-                raise OverloadedError(many, field="message", limit=str(self._most)) from None
+                most = self._running.limit
+                many = f"more than {most} calls of these services wait for {self._waiting_for}; try again"
+                raise OverloadedError(many, field="message", limit=str(most)) from None
             late = f"{self._waiting_for} did not happen within {self._seconds:g} s"
             raise DeadlineError(late, field="message", limit=f"{self._seconds:g} s") from None
         finally:
-            self._running.pop(deadline, None)
+            self._running.discard(deadline)
 
-    def _end_oldest(self) -> None:
-        oldest = next(iter(self._running))
-        if not oldest.expired():  # otherwise it is about to end
-            del self._running[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+
+def _end(wait: asyncio.Timeout | None) -> None:
+    if wait is not None and not wait.expired():  # otherwise it is about to end
+        wait.reschedule(asyncio.get_running_loop().time())
 
 
 class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -104,16 +102,16 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, handler: Handler, held: contextlib.ExitStack, _: AsyncIterator[Any], context: Context
     ) -> None:
         call: Any = handler.unary_stream or handler.unary_unary
-        message = await self._reads.result(context.read())
+        peer = context.peer()
+        message = await self._reads.result(context.read(), peer)
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("message: the call has none", field="message")
-        peer = context.peer()
         taken = Taken([Share(self._connections, peer, CALLS_PER_CONNECTION, in_flight("connection"))])
         taken.take(1)
         held.callback(taken.release)
         try:
             answer = await call(message, context)
             if not handler.response_streaming:
-                await self._writes.result(context.write(answer))
+                await self._writes.result(context.write(answer), peer)
         except grpc.aio.InternalError:  # the client left without reading it
             raise asyncio.CancelledError from None

@@ -17,7 +17,12 @@ from router.admission.admission import Place
 from router.dispatch.services import Identity
 from router.dispatch.turn import Turn
 from router.frontends.answer_room import expect_answer
-from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
+from router.frontends.grpc.conversation import (
+    check_conversation,
+    named_in_chat,
+    read_conversation,
+    size_of,
+)
 from router.frontends.grpc.embed import EmbedCall
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
@@ -187,6 +192,8 @@ class InferenceService:
             model = self._gateway.model(request.model)
             self._gateway.enter_model(place, caller, request.model)
             model.validator.limits.check_model(request.model)
+            if request.WhichOneof("prompt") is None:
+                raise InvalidRequestError("prompt: is missing; send text or chat", field="prompt")
             async with self._gateway.counted(caller, model.name):
                 answer = self._tokenized(await self._prompt(request, caller, None))
                 del request
@@ -233,15 +240,16 @@ class InferenceService:
         if request.WhichOneof("prompt") == "chat":
             limits = model.validator.limits
             chat = request.chat
-            check_conversation(chat, limits)
-            return await self._gateway.converse(
-                lambda: read_conversation(chat, limits),
-                size_of(chat),
-                asked,
-                model=request.model,
-                tenant=caller.tenant,
-                field="chat",
-            )
+            with named_in_chat():
+                check_conversation(chat, limits)
+                return await self._gateway.converse(
+                    lambda: read_conversation(chat, limits),
+                    size_of(chat),
+                    asked,
+                    model=request.model,
+                    tenant=caller.tenant,
+                    field="chat",
+                )
         if asked is not None:
             await model.grammars.check(caller.tenant, asked)
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":

@@ -31,6 +31,7 @@ from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.exchange import Endpoint, Exchange
+from router.frontends.http.head import why_refused
 from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.short_chunks import ShortChunks
 from router.frontends.http.upgrade import read_on
@@ -211,6 +212,8 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._give_up(431, _too_large(self.limits.max_header_bytes))
+        if error := why_refused(self.parser.get_http_version(), self.headers):
+            self._give_up(400, error)
         if len(self.pipeline) >= MAX_PIPELINED:
             text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))

@@ -122,26 +122,31 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(shared_gro
 
 @pytest.mark.long
 def test_a_port_that_an_ended_process_closed_is_open_again(group: RouterGroup) -> None:
-    """Whatever has set the filter of a drain on the socket that all processes share."""
-    with _listener_of(group) as listener:
-        refuse_connections(listener)
+    """Whatever has set the filter of a drain on the sockets that all processes share."""
+    listeners = _listeners_of(group)
+    refuse_connections(listeners)
+    for listener in listeners:
+        listener.close()
     killed = group.signal(0, signal.SIGKILL)
     wait_for(lambda: group.pids()[0] not in (0, killed), RESTART_SECONDS, "it is replaced")
     assert group.get("/v1/models")[0] == 200
 
 
-def _listener_of(group: RouterGroup) -> socket.socket:
-    """The parent's HTTP listener; a copy of its descriptor, so the same socket."""
+def _listeners_of(group: RouterGroup) -> list[socket.socket]:
+    """The parent's HTTP listeners; copies of their descriptors, so the same sockets."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(group.pid)
+    found = []
     try:
         for fd in map(int, os.listdir(f"/proc/{group.pid}/fd")):
             copy = libc.syscall(PIDFD_GETFD, pidfd, fd, 0)
-            if copy >= 0 and (found := _listening(copy, group.address)):
-                return found
+            if copy >= 0 and (one := _listening(copy, group.address)):
+                found.append(one)
     finally:
         os.close(pidfd)
-    pytest.skip("descriptors of other processes cannot be copied here")
+    if not found:
+        pytest.skip("descriptors of other processes cannot be copied here")
+    return found
 
 
 def _listening(fd: int, address: tuple[str, int]) -> socket.socket | None:

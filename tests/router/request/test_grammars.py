@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_matcher, make_tokenizer
-from cluster.grammar.spec import GrammarSpec, grammar_from_wire
+from cluster.grammar.spec import MAX_CHOICES, GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
 from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
@@ -152,8 +152,8 @@ def test_grammars_have_a_size():
     ("make", "given"),
     [
         (json_spec, "[" + "0," * (4 << 20) + "0]"),
-        (choice_spec, ["x" * 100] * 80_000),
-        (grammar_from_wire, common_pb2.Grammar(choice=common_pb2.Choices(texts=["x" * 400] * 20_000))),
+        (choice_spec, ["x" * 4500] * 1_800),
+        (grammar_from_wire, common_pb2.Grammar(choice=common_pb2.Choices(texts=["x" * 4500] * 1_800))),
     ],
     ids=["text of a schema", "choices", "choices over gRPC"],
 )
@@ -167,6 +167,21 @@ def test_a_grammar_of_a_whole_body_is_refused_without_reading_it(make, given):
     assert (
         min(seconds() for _ in range(3)) < 0.008
     )  # 8 MB: 170 ms to parse as a schema, 20 ms to write as choices
+
+
+def test_as_many_choices_are_allowed_as_the_library_takes(tmp_path):
+    texts = [str(number) for number in range(MAX_CHOICES)]
+    model = make_model_text(tmp_path)
+    tokenizer = make_tokenizer((model / "tokenizer.json").read_text(), VOCAB, (2,))
+    matcher = make_matcher(choice_spec(texts), tokenizer)
+    assert matcher.consume_tokens(tokenizer.tokenize_str(texts[-1])) and matcher.is_accepting()
+    for more in (1, 8001):
+        many = common_pb2.Grammar(choice=common_pb2.Choices(texts=[*texts, *["more"] * more]))
+        with pytest.raises(
+            InvalidRequestError, match=f"{MAX_CHOICES + more} choices; at most 1999"
+        ) as caught:
+            grammar_from_wire(many)
+        assert (caught.value.field, caught.value.limit) == ("grammar", "1999")
 
 
 def test_the_text_of_a_schema_is_read_as_the_schema_itself():
@@ -349,7 +364,7 @@ def test_choices_are_counted_before_they_are_looked_at():
         def __iter__(self):
             raise AssertionError("read")
 
-    with pytest.raises(ValueError, match="50000 choices"):
-        choice_spec(Unread([1] * 50_000))
+    with pytest.raises(ValueError, match="2000 choices; at most 1999"):
+        choice_spec(Unread([1] * 2000))
     with pytest.raises(ValueError, match="must be a non-empty list of texts"):
         choice_spec([1])

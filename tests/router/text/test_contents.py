@@ -161,6 +161,9 @@ def test_contents_that_a_mark_cannot_protect_are_refused():
         with pytest.raises(InvalidRequestError) as caught:
             contents.marked({"messages": messages})
         assert caught.value.field == "messages[1].content"
+        with pytest.raises(InvalidRequestError) as caught:
+            contents.marked(([], messages), ("tools", "messages"))
+        assert caught.value.field == "messages[1].content"
 
 
 TURNS = ("<｜User｜>", "<｜Assistant｜>")

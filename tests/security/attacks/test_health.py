@@ -35,6 +35,9 @@ async def test_a_watcher_that_does_not_read_stops_no_change() -> None:
         async def send_initial_metadata(self, metadata: Any) -> None:
             pass
 
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
         async def write(self, message: Any) -> None:
             await asyncio.Event().wait()
 

@@ -40,9 +40,10 @@ def service(most: int) -> InferenceService:
     return InferenceService(gateway)
 
 
-def call() -> Any:
+def call(request: pb.TokenizeRequest | None = None) -> Any:
     context = MagicMock()
-    context.read = AsyncMock(return_value=pb.TokenizeRequest(text="a").SerializeToString())
+    request = request or pb.TokenizeRequest(text="a")
+    context.read = AsyncMock(return_value=request.SerializeToString())
     context.send_initial_metadata = AsyncMock()
     context.write = AsyncMock()
     return context
@@ -87,6 +88,14 @@ async def test_an_answer_has_as_many_tokens_as_any_other() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await service(TOKENS - 1).Tokenize(MagicMock(), context)
     assert (caught.value.field, caught.value.limit) == ("prompt", str(TOKENS - 1))
+    context.write.assert_not_called()
+
+
+async def test_a_request_without_a_prompt_is_refused() -> None:
+    context = call(pb.TokenizeRequest(model="m"))
+    with pytest.raises(InvalidRequestError) as caught:
+        await service(TOKENS).Tokenize(MagicMock(), context)
+    assert caught.value.field == "prompt"
     context.write.assert_not_called()
 
 
