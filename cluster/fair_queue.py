@@ -124,8 +124,8 @@ class FairQueue:
     def pop_others(
         self, tenants: Container[str], takes: Callable[[Waiting], bool] = lambda waiting: True
     ) -> list[Waiting]:
-        """Remove and return the first request of each tenant that is not in `tenants`, as far as `takes` says so; it is
-        asked in their order, which all keep.
+        """Remove and return the first request of each tenant that is not in `tenants`, if `takes` returns True for it.
+        `takes` is called in the order of the queue; the order of all others stays.
 
         Looks at every waiting tenant once."""
         others = [tenant.entry for name, tenant in self._tenants.items() if name not in tenants]

@@ -26,7 +26,7 @@ class OwnerCounts:
         self.set(owner, self.count(owner) + items)
 
     def set(self, owner: str, now: int) -> None:
-        """The number of one owner's items has risen, or has fallen by one."""
+        """Set an owner's number. It may rise by any number but falls by one only: `most` relies on it."""
         before = self._counts.pop(owner, 0)
         if before:
             owners = self._by_count[before]

@@ -48,8 +48,8 @@ def network_of_call(peer: str) -> str:
 
 
 def network(peer: object) -> str:
-    """Return what a port counts a peer's connections by: its address, of IPv6 the first 64 bits, as a peer usually has all
-    addresses that begin with them. `peer`: as of `socket.accept`; "" for one that is not of IPv4 or IPv6."""
+    """Return the address under which a peer's connections are counted; of IPv6 its first 64 bits, as a peer usually has
+    all addresses that begin with them. `peer`: as of `socket.accept`; "" for one that is not of IPv4 or IPv6."""
     return _network(str(peer[0])) if isinstance(peer, tuple) else ""
 
 

@@ -85,7 +85,7 @@ def load(
         report = asyncio.run(run_all(configs, console=console))
     except KeyRefused as refused:
         raise typer.BadParameter(
-            f"--api-key: {refused} (by all targets); give a key that they accept, or set BATON_API_KEY"
+            f"--api-key: all targets refused it: {refused}; set --api-key or BATON_API_KEY"
         ) from None
     print_report(report, console)
     _write_files(report, json, html)

@@ -8,30 +8,37 @@ from loadgen.record import Failure
 
 _KINDS = frozenset({"http_401", "grpc_unauthenticated", "UnauthenticatedError"})
 
+# Of an address, before a run ends early: one may be of a server that has not read the newest keys yet.
+REFUSALS = 3
+
 
 class KeyRefused(Exception):
-    """Each server refused the API key, or that there is none. The text is a server's."""
+    """Every server refused the API key, or requests without one. The text is a server's."""
 
 
 class KeyWatch:
-    """What became of a run's requests, as far as the key is concerned."""
+    """Detects that all requests of a run fail because of the API key."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        self._untried = set(addresses)
+        self._refusals = dict.fromkeys(addresses, 0)
         self._all_refused = True
-        self._message: str | None = None  # the last failure's
+        self._refused: KeyRefused | None = None
 
     def note(self, address: str, failure: Failure | None) -> None:
-        """A request to `address` has ended. Raises KeyRefused if each address has refused one for its key, and none has
-        ended otherwise."""
-        self._untried.discard(address)
+        """A request to `address` has ended. Raises KeyRefused if each address has refused REFUSALS for their key, and none
+        has ended otherwise."""
         self._all_refused &= failure is not None and failure.kind in _KINDS
-        if failure is not None:
-            self._message = failure.message
-        if not self._untried:
-            self.check()
+        if not self._all_refused or failure is None:
+            return
+        self._refusals[address] += 1
+        if min(self._refusals.values()) >= REFUSALS:
+            self._refused = self._refused or KeyRefused(failure.message)
+            raise self._refused
+        self._last = failure.message
 
     def check(self) -> None:
-        """Raises KeyRefused if all requests so far were refused for their key."""
-        if self._all_refused and self._message is not None:
-            raise KeyRefused(self._message)
+        """Raises KeyRefused if `note` has, or if all requests were refused for their key."""
+        if self._refused is not None:
+            raise self._refused
+        if self._all_refused and any(self._refusals.values()):
+            raise KeyRefused(self._last)

@@ -146,11 +146,12 @@ class Admission:
                     self._let_in(waiting)
             self._admit_in_order()
         elif self.waiting and self._inside_tokens > self._max_tokens:
-            self._admit_beside_long()
+            self._admit_beside_long_prompt()
 
-    def _admit_beside_long(self) -> None:
-        """Of the highest class that waits: a lower one has no claim beside it."""
-        beside = self._inside_tokens - max(self._inside.values())
+    def _admit_beside_long_prompt(self) -> None:
+        """Only of the highest class that waits."""
+        longest = max(self._inside.values())
+        beside = self._inside_tokens - longest
 
         def fits(waiting: Waiting) -> bool:
             nonlocal beside
@@ -159,7 +160,8 @@ class Admission:
             beside += waiting.tokens
             return True
 
-        if beside < self._max_tokens:
+        # Without a long prompt, those that entered while the engine was full are beyond the bound.
+        if longest > self._max_tokens and beside < self._max_tokens:
             queue = next(one for one in self._queues if len(one))
             for waiting in queue.pop_others(self._inside, fits):
                 self._let_in(waiting)

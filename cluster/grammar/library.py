@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.errors import InvalidRequestError, ModelError
 from cluster.grammar.dates import with_real_dates
-from cluster.grammar.spec import MAX_CHOICES, GrammarSpec
+from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -37,7 +37,7 @@ def parser_limits(*, measurable: bool = False) -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=MAX_CHOICES + 1,
+        max_items_in_row=MAX_GRAMMAR_CHOICES + 1,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,

@@ -15,8 +15,8 @@ from wire import common_pb2
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 # Of its text, in UTF-8. A grammar is sent with every attempt, and again from the prefill to the decode worker.
 MAX_GRAMMAR_BYTES = 128 << 10
-# The library has an item for each, and one more; with more items than it allows (parser_limits) no answer could begin.
-MAX_CHOICES = 1999
+# llguidance has an item for each choice and one more; with more than parser_limits allows no answer can begin.
+MAX_GRAMMAR_CHOICES = 1999
 _CHOICE_BYTES = 3  # of JSON around the text of a choice; the list has one byte more
 
 
@@ -62,7 +62,7 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
             spec = GrammarSpec("lark", grammar.lark)
         case "choice" if grammar.choice.texts:
             if reason := why_too_many_choices(len(grammar.choice.texts)):
-                raise _refused(reason, MAX_CHOICES)
+                raise _refused(reason, MAX_GRAMMAR_CHOICES)
             if reason := why_choices_too_long(grammar.choice.texts):
                 raise _refused(reason, MAX_GRAMMAR_BYTES)
             spec = GrammarSpec.of_choices(grammar.choice.texts)
@@ -100,4 +100,6 @@ def why_choices_too_long(texts: Sequence[str]) -> str:
 
 def why_too_many_choices(count: int) -> str:
     """Why a grammar cannot have so many choices, however short; empty if it can."""
-    return f"{count} choices; at most {MAX_CHOICES} are allowed" if count > MAX_CHOICES else ""
+    return (
+        f"{count} choices; at most {MAX_GRAMMAR_CHOICES} are allowed" if count > MAX_GRAMMAR_CHOICES else ""
+    )

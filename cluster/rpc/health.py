@@ -66,7 +66,7 @@ class Health:
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, raw: bytes, context: Context) -> None:
-        """Stream a service's status; above the limit of watchers the call that OpenConnections names is ended."""
+        """Stream a service's status; above the limit, the oldest watcher of the address with the most is ended."""
         with _ending_with_the_client():
             await _send_metadata(context)
             error = await self._watch(await _service(raw, context), context)

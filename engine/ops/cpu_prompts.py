@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from engine.ops.cpu_llvm import after, compiled, floats, keep, load, row_addresses, words
 from engine.ops.cpu_products import MAX_ROWS, PANEL, SUMS, accumulate, has_instruction
-from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
+from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most_by_32, powers
 from engine.ops.cpu_tiles import (
     REGISTER_ROWS,
     TILE_ROWS,
@@ -134,7 +134,7 @@ def _softmax(scores, width, height, weights, scale, state, mixed, dim):
     )
     largest, base, fade = floats(most_of_rows), floats(tops), floats(fades)
     for i in range(height):
-        largest[i] = most(scores + i * BLOCK * 4, chunks)
+        largest[i] = most_by_32(scores + i * BLOCK * 4, chunks)
     if bases(most_of_rows, (height + 15) // 16, scale, tops, fades):
         for i in range(height):
             fade_row(mixed + i * dim * 4, dim // PANEL, fade[i])

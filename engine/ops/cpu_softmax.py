@@ -53,7 +53,8 @@ def _most_of(vectors):
     return most
 
 
-most, most_of_16 = _most_of(2), _most_of(1)  # two vectors do not wait for each other
+# By vectors of 16 per turn of the loop: the comparisons of two do not wait for each other.
+most_by_32, most_by_16 = _most_of(2), _most_of(1)
 
 
 def _power_of_two(builder, exponent, coefficients):

@@ -38,7 +38,7 @@ from engine.ops.cpu_llvm import (
 )
 from engine.ops.cpu_llvm import load as read
 from engine.ops.cpu_products import SUMS
-from engine.ops.cpu_softmax import HIDDEN, LOWEST, most_of_16
+from engine.ops.cpu_softmax import HIDDEN, LOWEST, most_by_16
 from engine.ops.cpu_wide_products import MAX_ROWS, WHOLE_ROWS, accumulate
 
 LANES = 16
@@ -215,7 +215,7 @@ def _attend_tile(
         for key in range(max(end, 0), width):
             row[key] = HIDDEN
         old = base[i]
-        top = max(old, most_of_16(own, panels) * factor)
+        top = max(old, most_by_16(own, panels) * factor)
         if top > old:
             fade = exp((old - top) * _LN2)
             base[i] = top

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -127,7 +127,7 @@ class Contents:
         those that only the tokenizer's normalizer makes; and where every mark is in some text.
         """
         if self._unmarkable:
-            self._refuse(dict(zip(fields, cast(Sequence[Any], values), strict=True)) if fields else values)
+            self._refuse(zip(fields, cast(Sequence[Any], values), strict=True) if fields else [("", values)])
         if not any(map(self._needs_marks, texts(values, self._keys, ROLES))):
             return values, ""
         mark = next((one for one in self._marks if not any(map(_holds(one), texts(values)))), None)
@@ -212,9 +212,9 @@ class Contents:
                 return Rendered(text, mark)
         return Rendered(plain)
 
-    def _refuse(self, values: Any) -> None:
-        for field, text in _named_texts(values):
-            # A character may be a token only outside of words (`single_word`), where a template may put it.
+    def _refuse(self, named: Iterable[tuple[str, Any]]) -> None:
+        for field, text in _named_texts(named, self._keys):
+            # Also within a word, for a `single_word` token: a template may write the character alone.
             if not self._characters.isdisjoint(text) or not self._ids.isdisjoint(
                 _encoded(self._tokenizer, text)
             ):
@@ -286,16 +286,20 @@ def _holds(mark: str) -> Callable[[str], bool]:
     return lambda text: mark in text or escaped in text
 
 
-def _named_texts(values: Any) -> Iterator[tuple[str, str]]:
-    """Every text, with the name of the field that contains it."""
-    waiting = [("", values)]
+def _named_texts(named: Iterable[tuple[str, Any]], keys: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Every text but roles and these keys, with the field that contains it. `named`: fields and their values."""
+    waiting = list(named)[::-1]
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, str):
             yield name, value
         elif isinstance(value, Mapping):
-            yield from ((name, key) for key in value)
-            waiting += [(f"{name}.{key}" if name else key, one) for key, one in reversed([*value.items()])]
+            yield from ((name, key) for key in value if key not in keys)
+            waiting += [
+                (f"{name}.{key}" if name else key, one)
+                for key, one in reversed([*value.items()])
+                if key != "role" or one not in ROLES
+            ]
         elif isinstance(value, list | tuple):
             waiting += [(f"{name}[{index}]", one) for index, one in reversed([*enumerate(value)])]
 

@@ -50,7 +50,7 @@ def template_environment(now: Clock = datetime.datetime.now) -> ImmutableSandbox
 
 @dataclass
 class TemplateTexts:
-    """Texts within a model's chat templates, of which `sources` are the whole."""
+    """Literal texts in a model's chat templates. `sources`: the templates themselves."""
 
     sources: tuple[str, ...] = ()
     searched: set[str] = field(default_factory=set)

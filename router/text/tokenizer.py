@@ -40,7 +40,6 @@ MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
 _PROBE = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
 # Stands where the answer continues the last message; of the marks' plane, behind them
 _CONTINUES = "\U000f0100"
-_FIELDS = ("messages", "tools", "chat_template_kwargs")  # of a client's texts in the template
 # What templates raise for messages and variables that they do not expect; `x | dictsort` of a text is an AttributeError
 _REFUSALS = (jinja2.TemplateError, AttributeError, TypeError, ValueError, ArithmeticError, LookupError)
 # What clients may not set in the template
@@ -231,8 +230,9 @@ class ModelText:
             given = read()
             tools = [one.for_template() for one in given.tools]
             # Names of kwargs are the template's variables.
-            values = (given.messages, tools, [*given.template_kwargs.values()])
-            (messages, tools, set_to), mark = self._contents.marked(values, _FIELDS)
+            values = (given.messages, tools, *given.template_kwargs.values())
+            fields = ("messages", "tools", *map("chat_template_kwargs.{}".format, given.template_kwargs))
+            (messages, tools, *set_to), mark = self._contents.marked(values, fields)
             kwargs = dict(zip(given.template_kwargs, set_to, strict=True))
             text = self._rendered(given, messages, tools, kwargs, mark)
             return given, self._contents.settled(text, mark)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cluster.errors import UnauthenticatedError
 from loadgen import cli
 from loadgen.cli import load
-from loadgen.key_watch import KeyRefused, KeyWatch
+from loadgen.key_watch import REFUSALS, KeyRefused, KeyWatch
 from loadgen.record import Failure
 from tests.harness.stub_inference import StubRouter
 
@@ -72,8 +72,10 @@ def test_a_load_whose_key_is_refused_ends_and_names_the_flag(rate: list[str], ro
     flags = ["--target", router.address, "--requests", "100", "--concurrency", "2", *rate]
     result = CliRunner().invoke(app, [*flags, "--api-key", "old"])
     assert result.exit_code == 2
-    assert "--api-key: the API key is not valid" in " ".join(result.output.replace("│", " ").split())
-    assert len(router.inference.requests) < 10
+    assert "--api-key: all targets refused it: the API key is not valid" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+    assert REFUSALS <= len(router.inference.requests) < 10
 
 
 def test_refusals_of_a_key_are_counted_beside_other_ends() -> None:
@@ -86,11 +88,15 @@ def test_refusals_of_a_key_are_counted_beside_other_ends() -> None:
     revoked.note("a", None)
     revoked.note("a", refused)
     revoked.check()
-    both.note("a", refused)
+    for address in "ab" * (REFUSALS - 1) + "a":
+        both.note(address, refused)
     with pytest.raises(KeyRefused, match="no"):
-        both.check()  # a run that ends before the second is asked
+        both.check()  # a run that ends now
     with pytest.raises(KeyRefused, match="no"):
         both.note("b", refused)
+    both.note("a", None)  # a request that was in flight
+    with pytest.raises(KeyRefused, match="no"):
+        both.check()
 
 
 def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_path: Path) -> None:

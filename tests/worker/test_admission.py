@@ -34,6 +34,22 @@ async def test_requests_enter_until_the_bound_and_then_in_order():
     assert admission.inside_tokens == 50
 
 
+async def test_what_entered_a_full_engine_beyond_the_bound_lets_nobody_else_in():
+    full = True
+    admission = Admission(100, engine_full=lambda: full)
+    first, second = await enter(admission, 90, tenant="a"), await enter(admission, 60, tenant="b")
+    await settle()
+    assert first.done() and second.done()
+    full = False
+    third = await enter(admission, 30, tenant="c")
+    await settle()
+    assert not third.done()
+    admission.leave(60, "b")
+    admission.leave(90, "a")
+    await settle()
+    assert third.done()
+
+
 async def test_a_request_larger_than_the_bound_enters_alone():
     admission = Admission(100)
     large = await enter(admission, 1000)

@@ -70,7 +70,7 @@ def test_ranks_that_are_not_waited_for_are_closed(
                     assert pipe.recv_bytes() == b"go"
     finally:
         listening.close()
-    assert "rank 9 is none of those that are waited for: [3, 4]" in caplog.text
+    assert "unexpected rank 9; expected are [3, 4]" in caplog.text
     assert "rank 3 has connected again" in caplog.text
 
 

@@ -260,7 +260,7 @@ class RankListener:
                 missing = sorted(set(ranks) - set(connections))
                 raise SetupError(f"ranks {missing} did not connect within {START_SECONDS:.0f} s") from None
             if rank not in ranks:
-                self._log_refused(SetupError(f"rank {rank} is none of those that are waited for: {[*ranks]}"))
+                self._log_refused(SetupError(f"unexpected rank {rank}; expected are {[*ranks]}"))
                 connection.close()
                 continue
             if rank in connections:  # its limit ran out as its handshake ended: it has tried again

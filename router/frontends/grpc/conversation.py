@@ -27,7 +27,7 @@ from router.text.conversation import Conversation, Tool
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
 
-# What serves every endpoint names the fields of HTTP's chats, whose functions are objects of their own.
+# Code of all endpoints names fields as HTTP's chats do, where those of a tool are below `function`.
 _PARTS = (
     (re.compile(r"^chat_template_kwargs(?=[.:]|$)"), "chat.template_kwargs"),
     (re.compile(r"^(?=(?:messages|tools|tool_choice)(?:[.\[:]|$))"), "chat."),

@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 class _Waits:
-    """Waits of calls for their clients: each within a time, and only `most` at once; a further one ends the one that
-    OpenConnections names."""
+    """Waits of calls for their clients: each within a time, and only `most` at once; a further one ends the
+    oldest of the address with the most."""
 
     def __init__(self, most: int, seconds: float, waiting_for: str):
         self._seconds = seconds

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import PlainValidator
 from pydantic.json_schema import WithJsonSchema
 
-from cluster.grammar.spec import MAX_CHOICES, GrammarSpec
+from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 from router.request.fields import unsupported, wrong
 from router.request.grammars import ANY_OBJECT, choice_spec, json_spec, text_spec
 
@@ -24,7 +24,7 @@ _TEXT = {"type": "string", "minLength": 1}
 _SCHEMAS: Mapping[str, dict[str, Any]] = {
     "json": {"type": ["object", "boolean", "string"], "description": "a JSON schema, or its text"},
     "regex": {**_TEXT, "description": "for the whole answer"},
-    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_GRAMMAR_CHOICES},
     "grammar": {**_TEXT, "description": "in Lark's syntax"},
 }
 

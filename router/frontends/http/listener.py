@@ -5,7 +5,7 @@
         ▼                                   ▼
     closed                               closed
 
-Of too many silent ones, or handshakes, the one that OpenConnections evicts is closed.
+Of too many silent ones, or handshakes, the oldest of the address with the most is closed.
 
 A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, one of
 the tenant or address with the most gets 429 (router/frontends/http/ready.py).

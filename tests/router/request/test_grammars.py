@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_matcher, make_tokenizer
-from cluster.grammar.spec import MAX_CHOICES, GrammarSpec, grammar_from_wire
+from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
 from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
@@ -170,7 +170,7 @@ def test_a_grammar_of_a_whole_body_is_refused_without_reading_it(make, given):
 
 
 def test_as_many_choices_are_allowed_as_the_library_takes(tmp_path):
-    texts = [str(number) for number in range(MAX_CHOICES)]
+    texts = [str(number) for number in range(MAX_GRAMMAR_CHOICES)]
     model = make_model_text(tmp_path)
     tokenizer = make_tokenizer((model / "tokenizer.json").read_text(), VOCAB, (2,))
     matcher = make_matcher(choice_spec(texts), tokenizer)
@@ -178,7 +178,7 @@ def test_as_many_choices_are_allowed_as_the_library_takes(tmp_path):
     for more in (1, 8001):
         many = common_pb2.Grammar(choice=common_pb2.Choices(texts=[*texts, *["more"] * more]))
         with pytest.raises(
-            InvalidRequestError, match=f"{MAX_CHOICES + more} choices; at most 1999"
+            InvalidRequestError, match=f"{MAX_GRAMMAR_CHOICES + more} choices; at most 1999"
         ) as caught:
             grammar_from_wire(many)
         assert (caught.value.field, caught.value.limit) == ("grammar", "1999")
