@@ -52,4 +52,4 @@ def test_load_with_a_key_over_tls(protocol, checkpoint, redis_server, tmp_path):
         assert result.exit_code == 0, result.output
         assert key not in report.read_text() + result.output
         assert json.loads(report.read_text())
-        assert CliRunner().invoke(app, [*arguments, "--api-key", "wrong"]).exit_code == 1
+        assert CliRunner().invoke(app, [*arguments, "--api-key", "wrong"]).exit_code == 2
