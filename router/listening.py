@@ -81,6 +81,8 @@ def listen_http(config: RouterConfig) -> list[socket.socket]:
             for option in options:
                 one.setsockopt(*option)
             one.listen(BACKLOG)
+        # Passes to accepted connections: without it, those that are left would keep the port from a next router.
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         for one in sockets:
             one.close()

@@ -149,12 +149,13 @@ class Admission:
             self._admit_beside_long_prompt()
 
     def _admit_beside_long_prompt(self) -> None:
-        """Only of the highest class that waits."""
+        """Only of the highest class in which a tenant with nothing inside waits."""
         longest = max(self._inside.values())
-        beside = self._inside_tokens - longest
+        beside, asked = self._inside_tokens - longest, False
 
         def fits(waiting: Waiting) -> bool:
-            nonlocal beside
+            nonlocal beside, asked
+            asked = True
             if beside + waiting.tokens > self._max_tokens:
                 return False
             beside += waiting.tokens
@@ -162,9 +163,11 @@ class Admission:
 
         # Without a long prompt, those that entered while the engine was full are beyond the bound.
         if longest > self._max_tokens and beside < self._max_tokens:
-            queue = next(one for one in self._queues if len(one))
-            for waiting in queue.pop_others(self._inside, fits):
-                self._let_in(waiting)
+            for queue in self._queues:
+                for waiting in queue.pop_others(self._inside, fits):
+                    self._let_in(waiting)
+                if asked:
+                    break
 
     def _admit_in_order(self) -> None:
         while (queue := next((one for one in self._queues if len(one)), None)) is not None:

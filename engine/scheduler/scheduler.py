@@ -231,7 +231,8 @@ class Scheduler:
             later.sort(key=lambda one: (one.rank, one.request.tenant == tenant, one.arrival))
         budget = self._compute(later, budget, decision)
         if kept:
-            budget = self._admit_waiting(budget, decision, {tenant})
+            share = min(kept, budget)
+            budget += self._admit_waiting(share, decision, {tenant}) - share
         budget = self._admit_waiting(budget, decision)
         if kept and budget > 0 and first in decision.scheduled:
             self._extend(first, budget, decision)

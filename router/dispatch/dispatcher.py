@@ -91,7 +91,7 @@ class RequestDispatcher:
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
-        self.failure: Exception | None = None  # what ended it, if not its client or its last token
+        self.failure = ""  # the error's class, if neither its client nor its last token ended it
 
     @property
     def tenant(self) -> str:
@@ -158,7 +158,7 @@ class RequestDispatcher:
             self._deltas.end()
 
     def _fail(self, error: Exception) -> None:
-        self.failure = error
+        self.failure = type(error).__name__
         self._deltas.fail(error)
 
     def _use(self) -> Use | None:

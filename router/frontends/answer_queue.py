@@ -89,11 +89,16 @@ class AnswerQueue(BatchQueue[Delta]):
                 self._write(deltas)
         finally:
             self._closed = True
+            self._error = None  # its traceback refers to all that the request has
             self._outlet.unwatch()
             if self._timer is not None:
                 self._timer.cancel()
             for one in dispatchers:
                 one.stop()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._closed:
+            super().fail(error)
 
     def disconnected(self) -> None:
         self.discard(CancelledError("the client disconnected"))

@@ -154,8 +154,8 @@ class RouterMetrics:
 
 def _outcome(dispatcher: RequestDispatcher) -> str:
     """Of a request that no error ended."""
-    if dispatcher.failure is not None:  # reported on a stream that had begun
-        return type(dispatcher.failure).__name__
+    if dispatcher.failure:  # reported on a stream that had begun
+        return dispatcher.failure
     return "ok" if dispatcher.complete else "cancelled"
 
 

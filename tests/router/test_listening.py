@@ -149,19 +149,26 @@ def test_another_router_does_not_share_the_http_port(http_listeners: list[socket
         listen_http(CONFIG.model_copy(update={"http_port": port}))
 
 
-def test_connections_that_a_former_router_has_left_keep_no_http_port() -> None:
-    former = listen_http(CONFIG)
-    port = former[0].getsockname()[1]
-    with socket.create_connection(("127.0.0.1", port)) as client:
-        (share,) = select.select(former, [], [], 5)[0]
-        left, _ = share.accept()
+@pytest.mark.parametrize("ended", [False, True])
+def test_connections_that_a_former_router_has_left_keep_no_http_port(ended: bool) -> None:
+    """Those of each share, still open or waiting for late packets (TIME_WAIT)."""
+    former, shares = listen_http(CONFIG), set()
+    where = former[0].getsockname()
+    with contextlib.ExitStack() as stack:
+        for last in range(1, 33):
+            client = stack.enter_context(
+                socket.create_connection(where, 5, source_address=(f"127.0.0.{last}", 0))
+            )
+            (share,) = select.select(former, [], [], 5)[0]
+            left = stack.enter_context(share.accept()[0])
+            shares.add(share)
+            if ended:
+                left.shutdown(socket.SHUT_RDWR)
+                client.close()
+        assert len(shares) == ADDRESS_SHARES
         for one in former:
             one.close()
-        with left:
-            again = listen_http(CONFIG.model_copy(update={"http_port": port}))
-            client.sendall(b"on the connection that was left packets still arrive")
-            assert left.recv(2) == b"on"
-        for one in again:
+        for one in listen_http(CONFIG.model_copy(update={"http_port": where[1]})):
             one.close()
 
 

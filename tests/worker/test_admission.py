@@ -50,6 +50,18 @@ async def test_what_entered_a_full_engine_beyond_the_bound_lets_nobody_else_in()
     assert third.done()
 
 
+async def test_a_tenants_own_higher_request_keeps_no_other_out_beside_its_long_one():
+    admission = Admission(100)
+    large = await enter(admission, 1000, tenant="a")
+    own = await enter(admission, 5, priority=1, tenant="a")
+    other = await enter(admission, 5, tenant="b")
+    await settle()
+    assert large.done() and other.done() and not own.done()
+    admission.leave(1000, "a")
+    await settle()
+    assert own.done()
+
+
 async def test_a_request_larger_than_the_bound_enters_alone():
     admission = Admission(100)
     large = await enter(admission, 1000)

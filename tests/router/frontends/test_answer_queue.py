@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -222,3 +225,30 @@ async def test_vectors_of_many_inputs_are_written_over_several_turns() -> None:
     answer.queue.end()
     await answer.over()
     assert [len(one) for one in answer.written] == [4, 4, 2]
+
+
+async def test_nothing_is_left_of_an_answer_whose_client_has_left() -> None:
+    """The error's traceback refers to what the request had: a cycle, as the queue kept the error."""
+
+    class Had:
+        pass
+
+    queue, left = AnswerQueue(StubExchange(), lambda _: None, 1, Turn(), streamed=True), []
+
+    async def serve() -> None:
+        had = Had()
+        left.append(weakref.ref(had))
+        with contextlib.suppress(CancelledError):
+            await queue.pass_all([])
+
+    gc.disable()
+    try:
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(0)
+        queue.disconnected()
+        await serving
+        queue.fail(InternalError("of a dispatcher, behind the end"))
+        del serving
+        assert left[0]() is None and queue._error is None
+    finally:
+        gc.enable()
