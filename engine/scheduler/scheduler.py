@@ -231,8 +231,7 @@ class Scheduler:
             later.sort(key=lambda one: (one.rank, one.request.tenant == tenant, one.arrival))
         budget = self._compute(later, budget, decision)
         if kept:
-            share = min(kept, budget)
-            budget += self._admit_waiting(share, decision, {tenant}) - share
+            budget = self._admit_waiting(budget, decision, {tenant})
         budget = self._admit_waiting(budget, decision)
         if kept and budget > 0 and first in decision.scheduled:
             self._extend(first, budget, decision)
