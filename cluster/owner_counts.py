@@ -1,4 +1,4 @@
-"""How many items each of many owners has, and who has the most."""
+"""Numbers of items by owner, and the owner with the most."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ class OwnerCounts:
         self._counts: dict[str, int] = {}  # without owners that have none
         # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
         self._by_count: dict[int, dict[str, None]] = {}
-        self._most = 0
-
-    @property
-    def most(self) -> int:
+        self.most = 0
         """Items of the owner with the most."""
-        return self._most if self._by_count else 0
 
     def count(self, owner: str) -> int:
         """Items of an owner."""
@@ -36,15 +32,15 @@ class OwnerCounts:
         if now:
             self._counts[owner] = now
             self._by_count.setdefault(now, {})[owner] = None
-        if now > self._most or self._most not in self._by_count:
-            self._most = now
+        if now > self.most or self.most not in self._by_count:
+            self.most = now
 
     def last_of_most(self) -> str:
         """The owner with the most items; of several, the one that got or lost an item last. Raises KeyError where none has
         any."""
-        return next(reversed(self._by_count[self._most]))
+        return next(reversed(self._by_count[self.most]))
 
     def first_of_most(self) -> str:
         """The owner with the most items; of several, the one whose number has been the same for longest, so that a
         newcomer is not the first to lose one. Raises KeyError where none has any."""
-        return next(iter(self._by_count[self._most]))
+        return next(iter(self._by_count[self.most]))

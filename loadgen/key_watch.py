@@ -22,7 +22,8 @@ class KeyWatch:
     def __init__(self, addresses: Iterable[str]) -> None:
         self._refusals = dict.fromkeys(addresses, 0)
         self._all_refused = True
-        self._refused: KeyRefused | None = None
+        self._ended = False  # by `note`: what ends later changes nothing
+        self._message = ""  # of the last refusal
 
     def note(self, address: str, failure: Failure | None) -> None:
         """A request to `address` has ended. Raises KeyRefused if each address has refused REFUSALS for their key, and none
@@ -31,14 +32,12 @@ class KeyWatch:
         if not self._all_refused or failure is None:
             return
         self._refusals[address] += 1
+        self._message = failure.message
         if min(self._refusals.values()) >= REFUSALS:
-            self._refused = self._refused or KeyRefused(failure.message)
-            raise self._refused
-        self._last = failure.message
+            self._ended = True
+            self.check()
 
     def check(self) -> None:
         """Raises KeyRefused if `note` has, or if all requests were refused for their key."""
-        if self._refused is not None:
-            raise self._refused
-        if self._all_refused and any(self._refusals.values()):
-            raise KeyRefused(self._last)
+        if self._ended or (self._all_refused and any(self._refusals.values())):
+            raise KeyRefused(self._message)

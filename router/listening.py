@@ -73,10 +73,11 @@ def listen_http(config: RouterConfig) -> list[socket.socket]:
         sockets.append(_bind_alone(config.host, config.http_port))
         port = sockets[0].getsockname()[1]
         for _ in range(ADDRESS_SHARES - 1 if sys.platform == "linux" else 0):
-            sockets.append(tcp_socket(config.host))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            sockets[-1].bind((config.host.strip("[]"), port))
+            share = tcp_socket(config.host)
+            sockets.append(share)
+            share.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            share.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            share.bind((config.host.strip("[]"), port))
         for one in sockets:
             for option in options:
                 one.setsockopt(*option)
