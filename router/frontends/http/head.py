@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from cluster.errors import InvalidRequestError
 
 _VERSIONS = ("1.0", "1.1")  # the parser also reads 0.9, which has no headers, and 2.0
+# uri-host [ ":" port ] of RFC 9110, 7.2: a name, which may be empty, or an address in brackets. Possessive, or a long
+# value would be tried again from each of its characters.
+_HOST = re.compile(
+    rb"(?:\[(?:[0-9a-f:.]++|v[0-9a-f]++\.[\w.~!$&'()*+,;=:-]++)\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*+)(?::[0-9]*+)?",
+    re.IGNORECASE | re.ASCII,
+)
+MAX_SHOWN = 80
 
 
 def why_refused(version: str, headers: Sequence[tuple[bytes, bytes]]) -> InvalidRequestError | None:
     """The error of a head with this HTTP version and these headers, whose names are in lower case; None: it is served.
 
     By RFC 9112, 3.2, so that a proxy in front and the router cannot read different hosts from one request. The
-    value is not checked.
+    authority of an absolute target, which would replace the Host, is not read: one router has all hosts.
     """
     if version not in _VERSIONS:
         return InvalidRequestError(f"HTTP version {version} is not served; use HTTP/1.1")
-    hosts = [name for name, _ in headers].count(b"host")
-    if hosts == 1 or (not hosts and version == "1.0"):
+    hosts = [value for name, value in headers if name == b"host"]
+    if not hosts and version == "1.0":
         return None
-    return InvalidRequestError(f"host: must be sent once, not {hosts} times", field="host", limit="1")
+    if len(hosts) != 1:
+        return InvalidRequestError(
+            f"host: must be sent once, not {len(hosts)} times", field="host", limit="1"
+        )
+    if _HOST.fullmatch(hosts[0]) is None:
+        shown = hosts[0][:MAX_SHOWN].decode("latin-1")
+        return InvalidRequestError(f"host: {shown!r} is no host, with or without a port", field="host")
+    return None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from router.frontends.http.head import why_refused
 from tests.router.frontends.http.header_server import exchange, serving
 
 REFUSED = {
@@ -18,6 +21,53 @@ SERVED = (
     b"GET / HTTP/1.0\r\n\r\n",
     b"GET / HTTP/1.0\r\nhost: a\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
+    b"GET http://another/ HTTP/1.1\r\nHost: a\r\n\r\n",
+)
+HOSTS = (
+    *(
+        b"",
+        b"a",
+        b"a:",
+        b"a:80",
+        b":80",
+        b"a_b.example.",
+        b"%41",
+        b"a,b",
+        b"127.0.0.1:8000",
+        b"[::1]",
+        b"[::1]:80",
+    ),
+    *(b"[::ffff:10.0.0.1]", b"[v1.a:b]:1", b"xn--bcher-kva.example", b"x" * 30_000),
+)
+NO_HOSTS = (
+    *(
+        b"a b",
+        b"a, b",
+        b"a/b",
+        b"a?b",
+        b"a#b",
+        b"a@b",
+        b"a:80:80",
+        b"a:b",
+        b"::1",
+        b"[",
+        b"[]",
+        b"[::1",
+        b"[::1]a",
+    ),
+    *(
+        b"[g]",
+        b"[v1.]",
+        b"[::1%25eth0]",
+        b"%4",
+        b"%gg",
+        b'"a"',
+        b"a\\b",
+        b"a\x00",
+        b"\xff",
+        b"\xc3\xbc",
+        b"x" * 30_000 + b"/",
+    ),
 )
 
 
@@ -29,3 +79,21 @@ async def test_it_has_one_host_and_a_version_that_is_served():
             assert json.loads(body)["error"]["param"] == field, head
         for head in SERVED:
             assert b" 200 " in (await exchange(address, head)).partition(b"\r\n")[0], head
+
+
+@pytest.mark.parametrize("value", HOSTS)
+def test_a_host_is_a_name_or_an_address_and_perhaps_a_port(value: bytes) -> None:
+    assert why_refused("1.1", [(b"host", value)]) is None
+
+
+@pytest.mark.parametrize("value", NO_HOSTS)
+def test_another_value_is_no_host(value: bytes) -> None:
+    for version in ("1.0", "1.1"):
+        refusal = why_refused(version, [(b"host", value)])
+        assert refusal is not None and refusal.field == "host" and len(refusal.message) < 500
+
+
+async def test_an_invalid_host_is_refused_before_the_body_is_read():
+    async with serving("direct") as address:
+        answer = await exchange(address, b"POST / HTTP/1.1\r\nhost: a/b\r\ncontent-length: 9\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer
