@@ -7,8 +7,9 @@
 
 A connection whose answer, or whose last bytes, the client does not read is aborted (router/frontends/http/write_deadline).
 
-If there are too many connections, the one that has been without a place (router/admission) for longest is aborted: others
-would take all connections with answers that are not read, with a key or without.
+If there are too many connections, one without a place (router/admission) is aborted: of the address with the most of
+these, the new one counted, the one that has been so for longest. Others would take all connections with answers that are
+not read, with a key or without, and a flood would close the idle ones of every other client.
 
 While requests wait behind the one that runs, the socket is not read (router/frontends/http/pipelined.py).
 
@@ -29,6 +30,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from cluster.open_connections import OpenConnections
+from cluster.sockets import network
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.head import why_refused
@@ -57,7 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
     leaving: Callable[[], bool]  # answers then close their connections, and balancers choose another router
     trust: Trust
     # Connections whose request holds no place; their last request began or ended in this order
-    waiting: dict[LimitedProtocol, None]
+    waiting: OpenConnections[LimitedProtocol]
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -85,15 +88,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         self._write_deadline = WriteDeadline(self.transport, self.client, self.limits.write_seconds)
+        self._address = network(self.client)
         limit = self._connection_limit()
-        if len(self.connections) > limit and self.waiting:
-            next(iter(self.waiting))._abort()
+        self._make_room()
+        if len(self.connections) > limit:
+            evicted = self.waiting.evict_oldest()
+            if evicted is not self:  # else every other connection has a request with a place
+                evicted._abort()
         if len(self.connections) > limit + MAX_REFUSED:
             self._abort()
         elif len(self.connections) > limit:
+            self.waiting.discard(self)  # it is closed once it could read its answer
             self._refuse(429, _too_many(self.limits.max_http_connections))
         else:
-            self._make_room()
             self._expect(self.limits.header_seconds)
 
     def _connection_limit(self) -> int:
@@ -145,7 +152,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.waiting.pop(self, None)
+        self.waiting.discard(self)
         self._unset_keepalive_if_required()
         self._stop_timer()
         self._write_deadline.stop()
@@ -271,14 +278,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Become the last of those that make room for further connections."""
-        self.waiting.pop(self, None)
+        self.waiting.discard(self)
         if self in self.connections and not self._places:
-            self.waiting[self] = None
+            self.waiting.add(self, self._address)
 
     @contextlib.contextmanager
     def _keep(self) -> Iterator[None]:
         """Make no room meanwhile."""
-        self.waiting.pop(self, None)
+        self.waiting.discard(self)
         self._places += 1
         try:
             yield
@@ -334,7 +341,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Abort at once: the number of connections stays bounded however fast they arrive."""
         self._refused = True
         self.connections.discard(self)
-        self.waiting.pop(self, None)
+        self.waiting.discard(self)
         self._stop_timer()
         self.transport.abort()
 
@@ -371,7 +378,7 @@ def limited(
     """A protocol class with these limits."""
     shared = {
         "limits": limits,
-        "waiting": {},
+        "waiting": OpenConnections(),
         "direct": direct,
         "leaving": staticmethod(leaving),
         "trust": staticmethod(trust),

@@ -163,6 +163,20 @@ def test_idle_connections_beyond_the_limit_refuse_no_request(router: Any) -> Non
     assert statuses == [200] * 10
 
 
+def test_connections_of_another_address_close_no_idle_one(router: Any) -> None:
+    """Without this, a flood without a key closes the connections that clients keep between their requests."""
+    with contextlib.ExitStack() as held:
+        kept = held.enter_context(socket.create_connection(router.address, timeout=5))
+        for _ in range(3):
+            kept.sendall(GENERATION)
+            answered(kept)
+            for _ in range(2 * LIMIT):
+                source = ("127.0.0.9", 0)
+                other = held.enter_context(socket.create_connection(router.address, 5, source_address=source))
+                other.sendall(GET[:1])
+                time.sleep(0.005)  # more at once would wait to be opened, and make none close
+
+
 def test_connections_that_send_nothing_have_a_number_and_a_time(router: Any) -> None:
     most = max_silent(LIMIT)
     with contextlib.ExitStack() as stack:

@@ -98,10 +98,10 @@ class Server:
         self._server.should_exit = True
         await serving
 
-    async def connect(self) -> Connection:
-        """The server has seen it when this returns."""
+    async def connect(self, address: str = "127.0.0.1") -> Connection:
+        """The server has seen it when this returns. `address`: the client's."""
         before = self._seen
-        made = Connection(*await asyncio.open_connection(*self._address))
+        made = Connection(*await asyncio.open_connection(*self._address, local_addr=(address, 0)))
         self._made.append(made)
         await until(lambda: self._seen > before, "it is accepted", 5)
         return made

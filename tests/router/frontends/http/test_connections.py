@@ -116,6 +116,21 @@ async def test_the_connection_that_has_waited_longest_makes_room(server: Server)
     assert await fourth.ask() == 200 and await third.ask() == 200
 
 
+async def test_a_flood_closes_connections_of_its_own_address(server: Server) -> None:
+    kept = await server.connect()
+    flood = [await server.connect("127.0.0.9") for _ in range(4 * LIMIT)]
+    assert await kept.ask() == 200, "though it was idle for longer than any of the flood"
+    assert [await one.status() for one in flood[:-1]] == [0] * (len(flood) - 1)
+    assert await flood[-1].ask() == 200
+
+
+async def test_a_connection_of_a_full_address_makes_room_for_the_first_of_another(server: Server) -> None:
+    oldest, newest = [await server.connect() for _ in range(LIMIT)]
+    assert await (await server.connect("127.0.0.9")).ask() == 200
+    assert await oldest.status() == 0
+    assert await newest.ask() == 200
+
+
 async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
     gone = await server.connect()
     gone.close()
