@@ -50,6 +50,11 @@ class OpenConnections(Generic[T]):
         self._counts.add(address, 1)
         return self.evict_oldest() if len(self) > self.limit else None
 
+    def renew(self, connection: T) -> None:
+        """Count a connection as the newest of its address. Raises KeyError for one that is not counted."""
+        address = self._address[connection] = self._address.pop(connection)
+        self._by_address[address].move_to_end(connection)
+
     def evict_oldest(self) -> T:
         """Remove the oldest connection of the address with the most. Raises KeyError where there is none."""
         connection = next(iter(self._by_address[self._counts.first_of_most()]))

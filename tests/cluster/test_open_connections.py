@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.open_connections import OpenConnections
 
 
@@ -25,6 +27,17 @@ def test_one_that_is_closed_counts_no_longer() -> None:
     shared.discard(2)
     shared.discard(3)
     assert not shared and shared.most == 0
+
+
+def test_one_that_is_renewed_is_the_newest_of_its_address() -> None:
+    shared: OpenConnections[int] = OpenConnections()
+    for connection, address in enumerate("aab"):
+        shared.add(connection, address)
+    shared.renew(0)
+    assert list(shared) == [1, 2, 0] and (shared.count("a"), shared.count("b")) == (2, 1)
+    assert [shared.evict_oldest() for _ in range(3)] == [1, 2, 0]
+    with pytest.raises(KeyError):
+        shared.renew(0)
 
 
 def test_of_addresses_with_as_many_the_one_that_came_first_goes() -> None:

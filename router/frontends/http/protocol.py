@@ -278,8 +278,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Become the last of those that make room for further connections."""
-        self.waiting.discard(self)
-        if self in self.connections and not self._places:
+        if self not in self.connections or self._places:
+            return
+        if self in self.waiting:
+            self.waiting.renew(self)
+        else:
             self.waiting.add(self, self._address)
 
     @contextlib.contextmanager
