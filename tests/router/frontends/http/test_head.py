@@ -21,6 +21,7 @@ SERVED = (
     b"GET / HTTP/1.0\r\n\r\n",
     b"GET / HTTP/1.0\r\nhost: a\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: \t a:80 \t \r\n\r\n",
     b"GET http://another/ HTTP/1.1\r\nHost: a\r\n\r\n",
 )
 HOSTS = (
