@@ -1,7 +1,8 @@
 """Owns all sequences, their queues and blocks; decides what a step computes.
 
 Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
-seats and the blocks last (`waiting.py`). A tenant that waits for blocks has a claim to those that become free (`blocks.py`).
+seats and the blocks last (`waiting.py`). A tenant that waits for blocks has a claim to those that become free
+(`blocks.py`).
 
 Where the token budget does not cover all running sequences, they take turns by tenant (`turns.py`), and the batch counts
 as full. A share of the budget is then kept for prompts: of running sequences, and of waiting ones that may join.
