@@ -8,7 +8,8 @@ from loadgen.record import Failure
 
 _KINDS = frozenset({"http_401", "grpc_unauthenticated", "UnauthenticatedError"})
 
-# Of an address, before a run ends early: one may be of a server that has not read the newest keys yet.
+Use = tuple[str, str]  # an address, and the key of requests to it
+# Of each of these, before a run ends early: one may be of a server that has not read the newest keys yet.
 REFUSALS = 3
 
 
@@ -19,19 +20,19 @@ class KeyRefused(Exception):
 class KeyWatch:
     """Detects that all requests of a run fail because of the API key."""
 
-    def __init__(self, addresses: Iterable[str]) -> None:
-        self._refusals = dict.fromkeys(addresses, 0)
+    def __init__(self, used: Iterable[Use]) -> None:
+        self._refusals = dict.fromkeys(used, 0)
         self._all_refused = True
         self._ended = False  # by `note`: what ends later changes nothing
         self._message = ""  # of the last refusal
 
-    def note(self, address: str, failure: Failure | None) -> None:
-        """A request to `address` has ended. Raises KeyRefused if each address has refused REFUSALS for their key, and none
-        has ended otherwise."""
+    def note(self, use: Use, failure: Failure | None) -> None:
+        """A request has ended. Raises KeyRefused if each address has refused REFUSALS of each key used there, and none has
+        ended otherwise."""
         self._all_refused &= failure is not None and failure.kind in _KINDS
         if not self._all_refused or failure is None:
             return
-        self._refusals[address] += 1
+        self._refusals[use] += 1
         self._message = failure.message
         if min(self._refusals.values()) >= REFUSALS:
             self._ended = True

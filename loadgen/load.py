@@ -34,7 +34,7 @@ async def run_all(configs: Sequence[LoadConfig], *, console: Console | None = No
         await _warm_up(config)
     started_unix = time.time()
     clock = run_clock()
-    key_watch = KeyWatch(address for config in configs for address in config.addresses)
+    key_watch = KeyWatch((address, config.api_key) for config in configs for address in config.addresses)
     async with AsyncExitStack() as stack:
         runners = [
             Runner(config, _open_targets(config, clock, stack), make_workload(config), clock, key_watch)

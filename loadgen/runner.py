@@ -114,7 +114,7 @@ class Runner:
         else:
             self._finish(record, prompt, answer, address)
         self._count(record)
-        self._key_watch.note(address, record.failure)
+        self._key_watch.note((address, self._config.api_key), record.failure)
         return answer
 
     def _finish(self, record: RequestRecord, prompt: Prompt, answer: str, address: str) -> None:

@@ -30,7 +30,7 @@ from router.frontends.grpc.service import SERVICE, InferenceService
 from router.gateway import RequestGateway
 from router.listening import (
     accepted_all,
-    address_shares,
+    grpc_servers,
     own_listeners,
     refuse_connections,
     reserve_grpc,
@@ -60,7 +60,7 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         *pending_calls(max(MIN_PENDING_CALLS, config.max_concurrent_requests)),
         ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
         ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
-        ("grpc.so_reuseport", int(config.processes > 1 or address_shares(config) > 1)),
+        ("grpc.so_reuseport", int(config.processes > 1 or grpc_servers(config) > 1)),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
@@ -90,7 +90,7 @@ class GrpcEndpoint:
         ]
         self._servers = [
             grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
-            for _ in range(address_shares(config))
+            for _ in range(grpc_servers(config))
         ]
         self._port = config.grpc_port
         self._floods: FloodWatch | None = None

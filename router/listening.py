@@ -72,7 +72,7 @@ def listen_http(config: RouterConfig) -> list[socket.socket]:
     try:
         sockets.append(_bind_alone(config.host, config.http_port))
         port = sockets[0].getsockname()[1]
-        for _ in range(ADDRESS_SHARES - 1 if sys.platform == "linux" else 0):
+        for _ in range(address_shares() - 1):
             share = tcp_socket(config.host)
             sockets.append(share)
             share.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -176,10 +176,15 @@ def allow_connections(sockets: Sequence[socket.socket]) -> None:
             sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-def address_shares(config: RouterConfig) -> int:
+def address_shares() -> int:
+    """Return the number of sockets over which the system can spread a port's connections by address; 1: it cannot."""
+    return ADDRESS_SHARES if sys.platform == "linux" else 1
+
+
+def grpc_servers(config: RouterConfig) -> int:
     """Return the number of servers behind the gRPC port of a process. It is 1 where several processes share the port: all
     connections through one load balancer would reach one of them."""
-    return ADDRESS_SHARES if config.processes == 1 and sys.platform == "linux" else 1
+    return address_shares() if config.processes == 1 else 1
 
 
 def spread_by_address(listeners: Sequence[socket.socket], port_name: str) -> None:

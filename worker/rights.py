@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.config.worker import WorkerConfig
 from cluster.index.scripts import prefix
 from cluster.membership import keys
-from cluster.redis.rights import Rights
+from cluster.redis.rights import Rights, by_server
 
 
 def rights(namespace: str) -> Rights:
@@ -35,5 +35,4 @@ def index_rights(namespace: str) -> Rights:
 
 def redis_rights(config: WorkerConfig) -> list[tuple[str, Rights]]:
     """The servers, and what the worker needs of each."""
-    index = [(config.index_url, index_rights(config.namespace))] if config.index_url else []
-    return [(config.redis_url, rights(config.namespace)), *index]
+    return by_server(config, rights(config.namespace), index_rights(config.namespace))

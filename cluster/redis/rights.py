@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import redis
 
@@ -83,6 +83,21 @@ class Rights:
             return _KEYLESS[name]
         (count,) = [count for count, names in enumerate(_BEHIND_KEY) if name in names]
         return (self.keys[0], *[""] * count)
+
+
+class Servers(Protocol):
+    """The settings that say where Redis is."""
+
+    @property
+    def redis_url(self) -> str: ...
+
+    @property
+    def index_url(self) -> str: ...
+
+
+def by_server(config: Servers, registry: Rights, index: Rights) -> list[tuple[str, Rights]]:
+    """The servers, and what a component needs of each: of one for all, `registry`; `index` of the prefix index's own."""
+    return [(config.redis_url, registry), *([(config.index_url, index)] if config.index_url else [])]
 
 
 def lacking(client: redis.Redis, rights: Rights) -> list[str] | None:

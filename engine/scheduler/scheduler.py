@@ -1,7 +1,8 @@
 """Owns all sequences, their queues and blocks; decides what a step computes.
 
 Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
-seats (`seats.py`) and the blocks last. A tenant that waits for blocks has a claim to those that become free (`blocks.py`).
+seats and the blocks last (`waiting.py`). A tenant that waits for blocks has a claim to those that become free
+(`blocks.py`).
 
 Where the token budget does not cover all running sequences, they take turns by tenant (`turns.py`), and the batch counts
 as full. A share of the budget is then kept for prompts: of running sequences, and of waiting ones that may join.
@@ -10,7 +11,6 @@ as full. A share of the budget is then kept for prompts: of running sequences, a
 from __future__ import annotations
 
 import itertools
-from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import attrgetter
@@ -21,20 +21,20 @@ from engine.cache.block_pool import BlockPool
 from engine.plan import table_rows
 from engine.request import EngineRequest
 from engine.scheduler.aging import Aging, Clock
-from engine.scheduler.ahead import Ahead
 from engine.scheduler.blocks import Blocks
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.refusals import Offer, Refusals
 from engine.scheduler.reservations import Reservations
-from engine.scheduler.seats import LeftSeats, Seats
-from engine.scheduler.sequence import Sequence, rank_of
+from engine.scheduler.seats import Batch
+from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Victims
 from engine.scheduler.spare import SpareBlocks
 from engine.scheduler.table_rows import TableRows
 from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns, singles_and_chunks
+from engine.scheduler.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -49,25 +49,31 @@ class Scheduler:
         self._turns = Turns()
         self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
-        self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
         self._refusals = Refusals(pool.total, clock)
-        self._left = LeftSeats()
-        self._aging = Aging(clock)
-        self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
-        self._alone: Sequence | None = None  # waits for a step of its own
-        self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
-        self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
-        self._first_need = 0  # blocks that these need at most
+        self._batch = Batch(config, self.running)
+        self._queue = WaitingQueue(
+            config, pool, self._blocks, self._claims, self._refusals, self._batch, self.running, Aging(clock)
+        )
+        self.waiting = self._queue.sequences
         self._victims: Victims | None = None  # of the present step, once one is preempted
-        self.short_of_blocks = False  # in the last step, for waiting sequences
         wanted = lambda: bool(self.waiting or self.short_of_blocks)  # noqa: E731
         self.spare = SpareBlocks(pool, self._blocks, self._claims, self._refusals, self.running, wanted)
 
     @property
     def has_work(self) -> bool:
         return any(not s.paused for queue in (self.waiting, self.running) for s in queue)
+
+    @property
+    def short_of_blocks(self) -> bool:
+        """In the last step, for waiting sequences."""
+        return self._queue.short_of_blocks
+
+    @property
+    def batch_full(self) -> bool:
+        """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
+        return self._batch.full
 
     def blocks_for(self, tokens: int) -> int:
         return self._blocks.count(tokens)
@@ -79,7 +85,7 @@ class Scheduler:
     # --- requests --------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        self._enqueue(self._new_sequence(request, S.WAITING))
+        self._queue.add(self._new_sequence(request, S.WAITING))
 
     def reserve(self, request: EngineRequest, block_hashes: Seq[bytes], max_tokens: int) -> Sequence:
         """Allocate blocks for KV that will arrive, and for growth up to `max_tokens` tokens of each choice.
@@ -110,10 +116,10 @@ class Scheduler:
         room = free - refusals.kept_from(offer)
         if need > room:
             return room
-        first = self._first_waiting()
+        first, most = self._queue.first_of_each()
         waiting = (one for one in first if one.rank < rank or not refusals.first(request, one))
         claims = refusals.claims_against(offer)
-        return min(room, self._blocks.room(need, free, request, rank, claims, waiting, self._first_need))
+        return min(room, self._blocks.room(need, free, request, rank, claims, waiting, most))
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Run a reservation for which the KV of all tokens has arrived."""
@@ -133,7 +139,8 @@ class Scheduler:
         return sibling
 
     def _run(self, sequence: Sequence) -> None:
-        self.running[sequence], self._first = None, None
+        self.running[sequence] = None
+        self._queue.changed()
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `remove`."""
@@ -161,7 +168,7 @@ class Scheduler:
         return True
 
     def set_paused(self, request_id: str, paused: bool) -> None:
-        self._first = None
+        self._queue.changed()
         for sequence in self.requests.get(request_id, ()):
             sequence.paused = paused
 
@@ -177,21 +184,8 @@ class Scheduler:
         self.requests[request.request_id] = [sequence]
         return sequence
 
-    def _first_waiting(self) -> list[Sequence]:
-        """The first waiting sequence of each tenant, if it may join, in order."""
-        if self._first is None:
-            self._first = self._seats().first_of_each(self.waiting) if self.waiting else []
-            self._first_need = sum(self.blocks_for(len(one.tokens)) for one in self._first)
-        return self._first
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.waits_since, self._first = self._aging.clock(), None
-        insort(self.waiting, sequence, key=attrgetter("order"))
-
     def _dequeue(self, sequence: Sequence) -> None:
-        self._first = None
-        if sequence.state is S.WAITING and sequence in self.waiting:  # else it is parked
-            self.waiting.remove(sequence)
+        self._queue.left(sequence)
         self.running.pop(sequence, None)
         self.reservations.remove(sequence)
         self._claims.remove(sequence)
@@ -202,11 +196,10 @@ class Scheduler:
     def schedule(self) -> StepDecision:
         decision = StepDecision()
         self._begin_step()
-        if self._compute_alone(decision):
+        if self._queue.admit_alone(decision):
             return decision
         budget = self._config.max_batch_tokens
-        self._crowded = len(self.running) > budget - max(1, budget // KEPT_FOR_PROMPTS)
-        if self._crowded and self._schedule_in_turns(decision):
+        if self._batch.crowded_by(len(self.running)) and self._schedule_in_turns(decision):
             return decision
         self._turns.all_covered()
         singles, chunks = list[Sequence](), list[Sequence]()
@@ -219,11 +212,11 @@ class Scheduler:
         """Begun prompts in their order, then waiting ones. The first leaves a part of the step to those of other tenants,
         of its class or a higher one: it may take many steps, and they only wait for it."""
         if not chunks:
-            self._admit_waiting(budget, decision)
+            self._queue.admit(budget, decision)
             return
         first, *later = chunks
         tenant = first.request.tenant
-        joining = (*later, *self._first_waiting())
+        joining = (*later, *self._queue.first_of_each()[0])
         others = [one for one in joining if one.rank <= first.rank and one.request.tenant != tenant]
         kept = min(budget // KEPT_FOR_PROMPTS, sum(one.missing for one in others))
         budget = kept + self._compute([first], budget - kept, decision)
@@ -231,8 +224,8 @@ class Scheduler:
             later.sort(key=lambda one: (one.rank, one.request.tenant == tenant, one.arrival))
         budget = self._compute(later, budget, decision)
         if kept:
-            budget = self._admit_waiting(budget, decision, {tenant})
-        budget = self._admit_waiting(budget, decision)
+            budget = self._queue.admit(budget, decision, {tenant})
+        budget = self._queue.admit(budget, decision)
         if kept and budget > 0 and first in decision.scheduled:
             self._extend(first, budget, decision)
 
@@ -251,19 +244,14 @@ class Scheduler:
         self._blocks.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step()
-        self._victims, self._first, self.short_of_blocks = None, None, False
-        if not self.waiting:
-            self._left.clear()
-        elif self._aging.rise(self.waiting):
-            self.waiting.sort(key=attrgetter("order"))
+        self._queue.begin_step()
+        self._victims = None
 
     def _schedule_in_turns(self, decision: StepDecision) -> bool:
         """Schedule the step if its budget does not cover all running sequences; returns whether it does not."""
         singles, chunks = singles_and_chunks(self.running)
         budget = self._config.max_batch_tokens
-        self._crowded = len(singles) > budget - max(1, budget // KEPT_FOR_PROMPTS)
-        seats = self._seats() if self._crowded and self.waiting else None
-        may_join = seats is not None and any(True for _ in seats.each(self.waiting))
+        may_join = self._batch.crowded_by(len(singles)) and self._queue.may_join
         kept = self._turns.kept(budget) if chunks or may_join else 0
         if len(singles) <= budget - kept:
             return False
@@ -271,7 +259,7 @@ class Scheduler:
         budget = kept + self._compute(turns, budget - kept, decision)
         budget = self._compute(chunks_in_turn, budget, decision)
         if may_join:
-            budget = self._admit_waiting(budget, decision)
+            budget = self._queue.admit(budget, decision)
         self._compute((s for s in turns if s not in decision.scheduled), budget, decision)
         self._turns.taken(decision.scheduled)
         return True
@@ -290,95 +278,6 @@ class Scheduler:
                 if budget <= 0:
                     break
         return budget
-
-    @property
-    def batch_full(self) -> bool:
-        """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
-        running, most = list(self.running), self._config.max_batch_requests
-        return self._crowded or len(running) >= most or sum(s.seats for s in running) >= most
-
-    def _seats(self) -> Seats:
-        batch, budget = self._config.max_batch_requests, self._config.max_batch_tokens
-        left = self._left.look(self.running, self.waiting)
-        seats = Seats(0 if self._crowded else batch, min(batch, budget), self.running, left)
-        if not seats.full:
-            self._left.clear()
-        return seats
-
-    def _admit_waiting(self, budget: int, decision: StepDecision, passed: Iterable[str] = ()) -> int:
-        """Admit while there are seats, tokens and blocks, of tenants that are not `passed`; returns the token budget that
-        is left.
-
-        Behind one that waits for blocks, those of other tenants of its class may join (`Ahead.room`).
-        """
-        if not self.waiting or budget <= 0:
-            return budget
-        seats, ahead, passed = self._seats(), self._ahead(), set(passed)
-        for sequence in seats.each(list(self.waiting), passed):
-            if not self._pool.num_free:
-                self.short_of_blocks = True
-                break
-            count = self._admit(sequence, budget, decision, ahead)
-            if count:
-                budget -= count
-                seats.take(sequence)
-            elif self._alone is not None:
-                break
-            else:
-                self.short_of_blocks = True
-                passed.add(sequence.request.tenant)
-            if budget <= 0:
-                break
-        return budget
-
-    def _ahead(self) -> Ahead:
-        return Ahead(self._pool, self._blocks.shares, self._claims, self._refusals.claims())
-
-    def _compute_alone(self, decision: StepDecision) -> bool:
-        """Compute the prompt that waits for a step of its own, in a quarter of the steps. False if none does, or it lacks
-        blocks."""
-        sequence, self._alone = self._alone, None
-        self._together += 1
-        if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.rests:
-            return False
-        seats = self._seats()
-        if not self._admit(sequence, self._config.max_batch_tokens, decision, self._ahead()):
-            return False
-        seats.take(sequence)
-        self._together = 0
-        return True
-
-    def _admit(self, sequence: Sequence, budget: int, decision: StepDecision, ahead: Ahead) -> int:
-        """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is `ahead` of later ones
-        then, with what it needs; or for a step of its own."""
-        least = self._blocks.least_need(sequence)
-        if least and least > ahead.room(sequence, least, self._pool.num_free):
-            ahead.passed(sequence, sequence.claim)
-            return 0
-        held, total = self._blocks.needs(sequence)
-        missing = len(sequence.tokens) - len(held) * self._page
-        need, cached = total - len(held), self._pool.free_among(held)
-        if need > ahead.room(sequence, need, self._pool.num_free - cached):
-            sequence.found, sequence.claim = len(held), need + cached
-            ahead.passed(sequence, sequence.claim)
-            return 0
-        if missing > budget and not self._config.chunked_prefill:
-            if decision.scheduled:
-                self._alone = sequence
-                return 0
-            budget = missing
-        self._blocks.allocate(sequence, held, total)
-        ahead.admitted(sequence.request.tenant)
-        sequence.num_computed = sequence.cached_tokens
-        decision.cached_tokens += sequence.cached_tokens
-        self.waiting.remove(sequence)
-        self._aging.admitted(sequence)
-        # What it has aged to was for its turn; running, it would outrank others for as long as it runs.
-        sequence.set_rank(rank_of(sequence.request.priority))
-        sequence.machine.to(S.RUNNING)
-        self._run(sequence)
-        decision.scheduled[sequence] = min(missing, budget)
-        return decision.scheduled[sequence]
 
     def _grow(self, sequence: Sequence, tokens: int, decision: StepDecision) -> bool:
         """Allocate blocks for the first `tokens` tokens; a shared block that is written to is copied. False: the
@@ -430,4 +329,4 @@ class Scheduler:
         self._claims.preempted(victim)
         self._blocks.release(victim)
         victim.preempt()
-        self._enqueue(victim)
+        self._queue.add(victim)

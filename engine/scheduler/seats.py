@@ -19,8 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+from cluster.config.worker import EngineConfig
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
+from engine.scheduler.turns import KEPT_FOR_PROMPTS
 
 
 class LeftSeats:
@@ -42,6 +44,41 @@ class LeftSeats:
 
     def clear(self) -> None:
         self._seated.clear()
+        self._left.clear()
+
+
+class Batch:
+    """The running batch: whether it is full, and its seats for waiting sequences. `running`: its sequences, as they are
+    at each call."""
+
+    def __init__(self, config: EngineConfig, running: Collection[Sequence]):
+        self._most = config.max_batch_requests
+        self._budget = config.max_batch_tokens
+        self._running = running
+        self._left = LeftSeats()
+        self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
+
+    @property
+    def full(self) -> bool:
+        """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
+        running = list(self._running)
+        return self._crowded or len(running) >= self._most or sum(s.seats for s in running) >= self._most
+
+    def crowded_by(self, singles: int) -> bool:
+        """Record for the step whether so many single tokens take what is kept for prompts; no seat is free then."""
+        self._crowded = singles > self._budget - max(1, self._budget // KEPT_FOR_PROMPTS)
+        return self._crowded
+
+    def seats(self, waiting: Seq[Sequence]) -> Seats:
+        left = self._left.look(self._running, waiting)
+        extra = min(self._most, self._budget)
+        seats = Seats(0 if self._crowded else self._most, extra, self._running, left)
+        if not seats.full:
+            self._left.clear()
+        return seats
+
+    def none_waits(self) -> None:
+        """Seats that were left are not kept for sequences that come later."""
         self._left.clear()
 
 

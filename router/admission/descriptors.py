@@ -6,7 +6,7 @@ import logging
 
 from cluster.config.router import RouterConfig
 from cluster.process.descriptors import free_for_connections, raised
-from router.listening import address_shares
+from router.listening import grpc_servers
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def within_descriptors(config: RouterConfig) -> RouterConfig:
 def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
     free = free_for_connections(descriptors)
     http, grpc = config.max_http_connections, config.max_grpc_connections
-    wanted = http + max_silent(http) + grpc * address_shares(config)
+    wanted = http + max_silent(http) + grpc * grpc_servers(config)
     if wanted <= free:
         return config
     share = free / wanted

@@ -21,10 +21,11 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS, window_of
+from cluster.protocol.link import LINK_LOST_SECONDS
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
+from router.dispatch.answer_credit import AnswerCredit
 from router.dispatch.arbiter import CONTROL_SECONDS, is_committed
 from router.dispatch.attempt_events import Broken, Complete, Ended, Event, Source
 from router.dispatch.batch_queue import BatchQueue
@@ -78,11 +79,9 @@ class Attempt:
         self._decode_lost = asyncio.Event()
         self._handles: dict[Source, LinkHandle] = {}
         self._dispatching: asyncio.Task[None] | None = None
-        count = max(1, len(self.choices))
-        self._window = window_of(count)  # of each choice
-        self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
+        self._credit = AnswerCredit(self.choices)
         # The choice that stands for the prompt (Token.choice), the last one of its worker's log
-        self._prompt_choice = self.spec.first_choice + count
+        self._prompt_choice = self.spec.first_choice + max(1, len(self.choices))
         self._prompt_source: Source | None = None  # None: no log probabilities of the prompt are wanted
         self._held: HeldAnswer | None = None  # where another worker than the prompt's sends the answer
         if self.prompt is not None:
@@ -91,14 +90,7 @@ class Attempt:
             self._prompt_limit = self._prompt_credit.limit
             if not self.is_local:
                 self._held = HeldAnswer(self._take_answer, self.events.add, self.broken)
-        # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
-        self._beyond = WINDOW_TOKENS - self._window
-        # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
-        self._grant_after = min(count * self._window // 4, self._window - self._window // 4)
-        # By choice: the position behind tokens that came and were not wanted
-        self._unwanted: dict[int, int] = {}
         self._over = False  # no more tokens are taken
-        self._ungranted = 0  # tokens that have come since `grant` looked at the choices
 
     @property
     def trip_seconds(self) -> float | None:
@@ -202,19 +194,10 @@ class Attempt:
         await self.channels.prefill(worker.address).Run(remote, timeout=LOST_SECONDS)
 
     def grant(self) -> None:
-        """The client has every token so far: allow the decode worker the window beyond, at least a quarter of it at a
-        time."""
-        self._ungranted = 0
-        if self._over:
-            return
+        """The client has every token so far: allow the decode worker the window beyond."""
         handle = self._handles.get(Source.DECODE)
-        if handle is None:
-            return
-        for choice in self.choices:
-            limit = self._next(choice) + self._window
-            if limit - self._limits[choice.index] >= self._window // 4:
-                self._limits[choice.index] = limit
-                handle.credit(choice.index, limit)
+        if handle is not None and not self._over:
+            self._credit.grant(handle.credit)
 
     def _grant_prompt(self, limit: int) -> None:
         handle = self._handles.get(Source.DECODE if self.is_local else Source.PREFILL)
@@ -224,7 +207,7 @@ class Attempt:
 
     def positions(self, source: Source) -> list[int]:
         """The next position of each choice of the worker's log."""
-        positions = [self._next(choice) for choice in self.choices]
+        positions = self._credit.positions()
         if self._held is not None and source is Source.DECODE:
             held = [self._held.next_position(choice.index) for choice in self.choices]
             return list(map(max, positions, held))
@@ -234,24 +217,16 @@ class Attempt:
             positions.append(self._prompt_credit.next_position)
         return positions
 
-    def _next(self, choice: ChoiceStream) -> int:
-        """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not
-        known: without credit for it, its full window would pause the whole request."""
-        if choice.finish is None:
-            return choice.next_position
-        return max(choice.next_position, self._unwanted.get(choice.index, 0))
-
     def limits(self, source: Source) -> list[int]:
         """The limit of each choice of the worker's log."""
-        return [*self._limits.values(), *([self._prompt_limit] if source is self._prompt_source else [])]
+        return [*self._credit.limits(), *([self._prompt_limit] if source is self._prompt_source else [])]
 
     def came(self, source: Source, token: Token) -> None:
         """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
         if self._over:
             return
         self.responded.add(source)
-        limit = self._limits.get(token.choice)
-        if self.prompt is None and limit is not None and token.position < limit + self._beyond:
+        if self.prompt is None and token.position < self._credit.bounds.get(token.choice, 0):
             self._take_answer(token)
         else:
             self._came_otherwise(source, token)
@@ -259,10 +234,10 @@ class Attempt:
     def _came_otherwise(self, source: Source, token: Token) -> None:
         """With a prompt of which something is wanted, or beyond the limit."""
         of_prompt = source is self._prompt_source and token.choice == self._prompt_choice
-        limit = self._prompt_limit if of_prompt else self._limits.get(token.choice)
-        if limit is None or token.position >= limit + (0 if of_prompt else self._beyond):
+        bound = self._prompt_limit if of_prompt else self._credit.bounds.get(token.choice)
+        if bound is None or token.position >= bound:
             where = f"position {token.position} of choice {token.choice}"
-            self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
+            self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {bound}"))
         elif source is self._prompt_source and self._is_of_prompt(token, of_prompt):
             return
         elif self._held is not None and source is Source.DECODE and self._held.holds(token):
@@ -284,11 +259,10 @@ class Attempt:
     def _take_answer(self, token: Token) -> None:
         if self._over:
             return
-        self._ungranted += 1
-        if self._ungranted == self._grant_after:
+        if self._credit.came():
             self.when_drained(self.grant)
         if not self.take(token, self):
-            self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)
+            self._credit.was_not_wanted(token)
 
     def broken(self, error: errors.BatonError) -> None:
         self.stop_reading()

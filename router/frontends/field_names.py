@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from cluster.errors import DeadlineError, InvalidRequestError
+from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def renamed(names: Mapping[str, str], parts: Sequence[tuple[re.Pattern[str], str
     and a message, and what replaces them."""
     try:
         yield
-    except (InvalidRequestError, DeadlineError) as error:
+    except (InvalidRequestError, DeadlineError, OverloadedError) as error:
         field, message = error.field, error.message
         name = names.get(field, field)
         if message.startswith(field):
@@ -24,4 +24,6 @@ def renamed(names: Mapping[str, str], parts: Sequence[tuple[re.Pattern[str], str
             name, message = (pattern.sub(new, text) for text in (name, message))
         if (name, message) == (field, error.message):
             raise
-        raise type(error)(message, field=name, limit=error.limit) from error
+        raise type(error)(
+            message, field=name, limit=error.limit, retry_after_seconds=error.retry_after_seconds
+        ) from error

@@ -74,7 +74,7 @@ def test_a_hand_off_is_taken_without_a_look_at_each_tenant_that_waits() -> None:
         parts = Parts(1000, max_batch_tokens=8, max_batch_requests=8)
         for number in range(tenants):
             parts.scheduler.add(request(f"{number}", [3] * 2 * PAGE, tenant=f"t{number}"))
-        assert len(parts.scheduler._first_waiting()) == tenants
+        assert len(parts.scheduler._queue.first_of_each()[0]) == tenants
         return count_calls(lambda: parts.scheduler.reserve(request("taken", [3], tenant="new"), [], 8 * PAGE))
 
     assert calls(100) <= calls(20) + 20

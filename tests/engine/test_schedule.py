@@ -78,7 +78,9 @@ def test_single_tokens_come_before_chunks_and_higher_classes_before_lower_ones()
 
 def test_the_oldest_of_a_class_comes_first() -> None:
     scheduler = running(12, 6)
-    scheduler.running = dict(reversed(scheduler.running.items()))
+    backwards = list(reversed(scheduler.running))
+    scheduler.running.clear()
+    scheduler.running.update(dict.fromkeys(backwards))
     scheduled = scheduler.schedule().scheduled
     orders = [(s.rank, s.arrival) for s in scheduled]
     assert orders == sorted(orders) and len(orders) == 12

@@ -264,7 +264,9 @@ class RankListener:
                 connection.close()
                 continue
             if rank in connections:  # its limit ran out as its handshake ended: it has tried again
-                self._log_refused(SetupError(f"rank {rank} has connected again: its first connection ends"))
+                log.warning(
+                    "%s: rank %d has connected again; its first connection ends", self._worker_id, rank
+                )
                 connections[rank].close()
             connections[rank] = connection
         return connections

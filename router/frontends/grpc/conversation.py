@@ -32,6 +32,7 @@ _PARTS = (
     (re.compile(r"^chat_template_kwargs(?=[.:]|$)"), "chat.template_kwargs"),
     (re.compile(r"^(?=(?:messages|tools|tool_choice)(?:[.\[:]|$))"), "chat."),
     (re.compile(r"^(chat\.(?:\w+\[\d+\]\.)*?(?:tools|tool_calls)\[\d+\])\.function(?=[.:]|$)"), r"\1"),
+    (re.compile(r"^(chat\.messages\[\d+\])\.reasoning_content(?=[.:]|$)"), r"\1.reasoning"),
 )
 
 

@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, OverloadedError
 from router.frontends.grpc.conversation import named_in_chat
 from router.frontends.grpc.service import InferenceService
 from router.request.fields import refuse
@@ -20,6 +20,8 @@ from wire import inference_pb2 as pb
         ("messages", "chat.messages"),
         ("messages[1].content", "chat.messages[1].content"),
         ("messages[0].tool_calls[2].function.arguments.a", "chat.messages[0].tool_calls[2].arguments.a"),
+        ("messages[0].reasoning_content", "chat.messages[0].reasoning"),
+        ("chat.messages[0].reasoning_content", "chat.messages[0].reasoning"),
         ("tools", "chat.tools"),
         ("tools[3].function.parameters", "chat.tools[3].parameters"),
         ("tool_choice", "chat.tool_choice"),
@@ -36,6 +38,16 @@ def test_a_field_of_http_s_chats_is_named_as_in_the_message(field: str, named: s
     error = caught.value
     assert (error.field, error.limit) == (named, "7")
     assert error.message == f"{named}: function.parameters: tools are wrong"
+
+
+def test_a_refusal_for_load_names_the_message_s_field_and_says_when_to_try_again() -> None:
+    """As of the grammars of strict tools that wait too long to be compiled."""
+    field = "tools[0].function.strict"
+    with pytest.raises(OverloadedError) as caught, named_in_chat():
+        raise OverloadedError(f"{field}: wait too long", field=field, limit="10 s", retry_after_seconds=2.0)
+    error = caught.value
+    assert (error.field, error.limit, error.retry_after_seconds) == ("chat.tools[0].strict", "10 s", 2.0)
+    assert error.message == "chat.tools[0].strict: wait too long"
 
 
 async def test_a_conversation_s_errors_name_its_fields() -> None:
