@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import resource
 import ssl
 import time
@@ -27,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import ClientTls
 from tests.security.attacks.endpoints import ENDPOINTS, PATHS
+from tests.security.attacks.priority import lowest_priority
 from wire import inference_pb2, inference_pb2_grpc
 
 BODY = 8 << 20
@@ -360,7 +360,7 @@ def main() -> None:
         "--only", nargs="*", default=(), choices=ATTACKS, help="names of attacks; default: all"
     )
     given = parser.parse_args()
-    os.nice(19)
+    lowest_priority()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     attackers = Attackers(given.http, given.grpc, given.keys, given.certs, given.seconds)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.table import Table
 
@@ -45,10 +46,12 @@ WORK = ["most-logprobs", "embedding", "slow-masks"]
 FURTHER = [name for name in ATTACKS if name not in (*BOUNDED, *WORK)]
 MAX_RATIO = 1.5
 MAX_MEMORY = 1 << 30
-# Computes for a share of each step, in turns of 5 ms: the shares come as JSON.
+# Computes for a share of each step, in turns of 5 ms: the shares come as JSON. In a session of its own, as the router.
 BURN = """
-import json, os, sys, time
-os.nice(int(sys.argv[1]))
+import json, sys, time
+from tests.security.attacks.priority import lowest_priority
+if sys.argv[1] == "lowest":
+    lowest_priority()
 ends = time.monotonic()
 for share in json.loads(sys.argv[2]):
     ends += float(sys.argv[3])
@@ -115,17 +118,20 @@ async def _outcome(runner: PairRunner, title: str, attacks: Sequence[str], *, bo
     found = await runner.run(title, attacks, PAIRS, STRETCH_SECONDS)
     calm_share = mean(found.calm.router)
     with (
-        _burning(0, [share - calm_share for share in found.attacked.router]),
-        _burning(19, found.attacked.attackers),
+        _burning("own", [share - calm_share for share in found.attacked.router]),
+        _burning("lowest", found.attacked.attackers),
     ):
         control = await runner.tenant(CONTROL_SECONDS)
     return Outcome(title, bounds_ratio, found, control.firsts)
 
 
 @contextlib.contextmanager
-def _burning(nice: int, shares: Iterable[float]) -> Iterator[None]:
+def _burning(priority: Literal["own", "lowest"], shares: Iterable[float]) -> Iterator[None]:
     within = json.dumps([min(max(share, 0.0), 1.0) for share in shares])
-    process = subprocess.Popen([sys.executable, "-c", BURN, str(nice), within, str(STEP_SECONDS)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", BURN, priority, within, str(STEP_SECONDS)],
+        start_new_session=True,
+    )
     try:
         yield
     finally:
