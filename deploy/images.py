@@ -59,6 +59,7 @@ BUDGETS: Mapping[str, int] = {
     "redis": 20,
     "rclone": 70,
 }
+CUDA = ("prefill-cuda", "decode-cuda")  # of the Dockerfile, but not built here
 NAME = "localhost/baton"
 OUT = ROOT / "out" / "images"
 LARGEST = 8
@@ -120,6 +121,11 @@ def arguments() -> argparse.Namespace:
         "--if-possible", action="store_true", help="where this machine cannot: print the reason, and succeed"
     )  # fmt: skip
     given = parser.parse_args()
+    if cuda := [one for one in given.targets if one in CUDA]:
+        parser.error(
+            f"TARGET {cuda[0]} needs some GB of CUDA packages and is built by Docker: docker buildx build --file "
+            f"deploy/docker/Dockerfile --target {cuda[0]} . (docs/kubernetes.md)"
+        )
     if unknown := [one for one in given.targets if one not in BUDGETS]:
         parser.error(f"TARGET {unknown[0]} is none of {', '.join(BUDGETS)}")
     needed = () if given.if_possible else ("buildah", *([] if given.base else ["debootstrap"]))

@@ -96,3 +96,15 @@ def test_reports_name_sizes_packages_and_licences(tmp_path):
         "BSD-3-Clause\tpypi\tnumpy\t2.4.0",
         "LGPL-2.1\tdeb\tlibc6\t2.36-9",
     ]
+
+
+@pytest.mark.parametrize("target", images.CUDA)
+def test_cuda_targets_are_refused_with_the_command_that_builds_them(target, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["images", target])
+    with pytest.raises(SystemExit) as ended:
+        images.arguments()
+    assert ended.value.code == 2
+    assert (
+        f"docker buildx build --file deploy/docker/Dockerfile --target {target} ." in capsys.readouterr().err
+    )
+    assert f"AS {target}\n" in images.DOCKERFILE.read_text()

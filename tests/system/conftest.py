@@ -48,6 +48,7 @@ def not_here() -> dict[Path, str]:
     if reason := why_not():
         life = HERE / "helm_life"
         missing |= {HERE / "kubelet": reason, life / "test_processes.py": reason}
+        missing[life / "test_redis_upgrades.py"] = reason
         missing[life / "test_leader_worker_set.py"] = reason
     if (reason := reason or podman.why_not()) and not images_are_required():
         missing[HERE / "containers"] = reason

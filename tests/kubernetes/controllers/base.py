@@ -52,3 +52,13 @@ class Client:
 
         meta = document["metadata"]
         self.objects.change(self.kind(document["kind"]), meta["namespace"], meta["name"], write, "controller")
+
+    def adopt(self, document: Object, owner: Object) -> None:
+        """Make the object with the reference `owner` its only owner, unless the document is gone."""
+        meta = document["metadata"]
+        key = self.objects.key(self.kind(document["kind"]), meta["namespace"], meta["name"])
+        with self.objects.store.lock:
+            live = self.objects.store.find(key)
+            if live is not None:
+                owned = {**live, "metadata": {**live["metadata"], "ownerReferences": [owner]}}
+                self.objects.update(key.kind, owned, "controller")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from tests.kubernetes.api.kinds import Object
+from tests.kubernetes.api.selectors import labels_of, selects
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.controllers.base import Client
 from tests.kubernetes.controllers.budgets import part_of
@@ -18,6 +19,8 @@ class StatefulSets:
 
     def step(self) -> None:
         for owner in self._client.all("StatefulSet"):
+            if not pods.is_going(owner):
+                self._adopt(owner)
             update = self._revision(owner)
             status = owner.get("status") or {}
             current = status.get("currentRevision") or update
@@ -25,6 +28,15 @@ class StatefulSets:
             if not pods.is_going(owner):
                 self._adjust(owner, mine, current, update)
             self._client.set_status(owner, _status(owner, mine, current, update))
+
+    def _adopt(self, owner: Object) -> None:
+        """Pods and revisions that a StatefulSet left behind (`--cascade=orphan`)."""
+        for kind in ("Pod", "ControllerRevision"):
+            for one in self._client.all(kind, owner["metadata"]["namespace"]):
+                named = one["metadata"]["name"].rpartition("-")[0] == owner["metadata"]["name"]
+                orphaned = not pods.owner_uid(one) and not pods.is_going(one)
+                if named and orphaned and selects(owner["spec"]["selector"], labels_of(one)):
+                    self._client.adopt(one, pods.reference_to(owner))
 
     def _revision(self, owner: Object) -> str:
         """The name of the ControllerRevision that keeps the template, made if it is new."""
@@ -40,6 +52,7 @@ class StatefulSets:
                     "metadata": {
                         "name": name,
                         "namespace": space,
+                        "labels": (template.get("metadata") or {}).get("labels") or {},
                         "ownerReferences": [pods.reference_to(owner)],
                     },
                     "data": {"template": copy.deepcopy(template)},
@@ -56,6 +69,10 @@ class StatefulSets:
             if pods.is_over(pod) and not pods.is_going(pod):
                 self._client.delete(pod)
                 return
+        if not all(_has_claims(owner, pod) for pod in mine if not pods.is_going(pod)):
+            # Kubernetes' controller tries to change the volumes of such a pod, which the API refuses, and takes no other
+            # step before the pod is deleted by hand.
+            return
         for ordinal in range(wanted):
             if ordinal not in by_ordinal:
                 revision = self._revision_for(owner, ordinal, mine, current, update)
@@ -103,8 +120,7 @@ class StatefulSets:
 
     def _claim(self, owner: Object, claim: Object, pod: Object) -> None:
         space = owner["metadata"]["namespace"]
-        volume = claim["metadata"]["name"]
-        name = f"{volume}-{pod['metadata']['name']}"
+        volume, name = claim["metadata"]["name"], _claim_name(claim, pod)
         kept = [one for one in pod["spec"].get("volumes") or () if one["name"] != volume]
         pod["spec"]["volumes"] = [*kept, {"name": volume, "persistentVolumeClaim": {"claimName": name}}]
         if self._client.find("PersistentVolumeClaim", space, name) is None:
@@ -134,6 +150,20 @@ class StatefulSets:
                 missing += 1
             if missing >= limit:
                 return
+
+
+def _claim_name(claim: Object, pod: Object) -> str:
+    return f"{claim['metadata']['name']}-{pod['metadata']['name']}"
+
+
+def _has_claims(owner: Object, pod: Object) -> bool:
+    """Whether each claim of the template is a volume of the pod; an adopted pod may be of another template."""
+    there = {
+        one["name"]: (one.get("persistentVolumeClaim") or {}).get("claimName")
+        for one in pod["spec"].get("volumes") or ()
+    }
+    templates = owner["spec"].get("volumeClaimTemplates") or ()
+    return all(there.get(one["metadata"]["name"]) == _claim_name(one, pod) for one in templates)
 
 
 def _ordinal(pod: Object) -> int:

@@ -159,6 +159,52 @@ def test_endpoints_follow_readiness_and_named_ports() -> None:
         wait_for(lambda: "addresses" in endpoints("late"), SECONDS, "late is ready")
 
 
+def replace(server: ApiServer, owner: Object, tmp_path: Path) -> None:
+    """Delete a StatefulSet without its pods, and create another one of its name."""
+    name = owner["metadata"]["name"]
+    with clients.connect(server.kubeconfig(tmp_path / "orphan")) as api:
+        clients.apps(api).delete_namespaced_stateful_set(name, "default", propagation_policy="Orphan")
+    server.create(owner)
+
+
+def test_a_stateful_set_adopts_pods_that_were_left_behind(cluster: ApiServer, tmp_path: Path) -> None:
+    cluster.create(samples.stateful_set("db", 2))
+    wait_for(lambda: settled(cluster, "StatefulSet", "db"), SECONDS, "two pods")
+    before = [pod["metadata"]["uid"] for pod in cluster.objects("Pod")]
+    replace(cluster, samples.stateful_set("db", 2), tmp_path)
+    wait_for(lambda: settled(cluster, "StatefulSet", "db"), SECONDS, "adopted")
+    assert [pod["metadata"]["uid"] for pod in cluster.objects("Pod")] == before
+    replace(cluster, samples.stateful_set("db", 2, image="registry.example/app:2"), tmp_path)
+    wait_for(lambda: settled(cluster, "StatefulSet", "db"), SECONDS, "adopted and rolled")
+    assert images(cluster) == {"registry.example/app:2"}
+    cluster.delete("StatefulSet", "db")
+    wait_for(lambda: not cluster.objects("Pod"), SECONDS, "its pods are gone")
+    wait_for(lambda: not cluster.objects("ControllerRevision"), SECONDS, "its revisions are gone")
+
+
+def test_an_adopted_pod_without_the_claims_stops_its_stateful_set(cluster: ApiServer, tmp_path: Path) -> None:
+    """As in Kubernetes, until the pod is deleted."""
+    cluster.create(samples.stateful_set("db"))
+    wait_for(lambda: settled(cluster, "StatefulSet", "db"), SECONDS, "a pod")
+    (before,) = cluster.objects("Pod")
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    wanted = samples.stateful_set("db", image="registry.example/app:2")
+    wanted["spec"]["volumeClaimTemplates"] = [{"metadata": {"name": "data"}, "spec": spec}]
+    replace(cluster, wanted, tmp_path)
+
+    def status() -> Object:
+        return dict(cluster.object("StatefulSet", "db").get("status") or {})
+
+    wait_for(lambda: status().get("replicas") == 1, SECONDS, "adopted")
+    cluster.create(samples.stateful_set("later"))
+    wait_for(lambda: settled(cluster, "StatefulSet", "later"), SECONDS, "the controllers went on")
+    assert status()["updatedReplicas"] == 0
+    assert not cluster.objects("PersistentVolumeClaim")
+    cluster.delete("Pod", before["metadata"]["name"])
+    wait_for(lambda: settled(cluster, "StatefulSet", "db"), SECONDS, "replaced")
+    assert names(cluster.objects("PersistentVolumeClaim")) == ["data-db-0"]
+
+
 def test_the_scheduler_reports_what_is_missing(cluster: ApiServer) -> None:
     cluster.add_node("small", {"pool": "cpu"})
     cluster.add_node("big", {"pool": "gpu"}, {"nvidia.com/gpu": "2"})

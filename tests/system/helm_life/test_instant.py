@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer, names
 from tests.kubernetes.controllers.cluster import instant_cluster
 from tests.system.conftest import _install
-from tests.system.helm_life.helm import CHART, DEMO, NAMESPACE, RELEASE, Helm, HelmFailed
+from tests.system.helm_life.helm import CHART, DEMO, NAMESPACE, RELEASE, Helm, HelmFailed, kubectl
 
 pytestmark = pytest.mark.system
 
@@ -145,6 +148,35 @@ def test_upgrades_that_cannot_work_are_refused(
     helm.uninstall()
     helm.install(*VALUES)
     helm.upgrade(*VALUES)
+
+
+def test_claims_of_redis_change_after_the_command_that_the_refusal_names(
+    server: ApiServer, make_helm: MakeHelm, tmp_path: Path
+) -> None:
+    """The Redis's pod goes with its StatefulSet: one that another adopts is never given a claim."""
+    helm = make_helm(server)
+    kept = (*VALUES, "--set", "redis.persistence.enabled=true")
+    redis = "one-baton-redis"
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "KUBECONFIG": str(server.kubeconfig(tmp_path / "kubectl")),
+    }
+    helm.install(*VALUES)
+    for values in (kept, (*kept, "--set", "redis.persistence.size=16Gi"), VALUES):
+        with pytest.raises(HelmFailed) as refused:
+            helm.upgrade(*values)
+        named = re.search(r"kubectl (delete statefulset .*) and upgrade again", str(refused.value))
+        assert named is not None, refused.value
+        command = [str(kubectl()), *named[1].split()]
+        subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
+        assert f"{redis}-0" not in names(server.objects("Pod", NAMESPACE))
+        helm.upgrade(*values)
+        (data,) = server.object("Pod", f"{redis}-0", NAMESPACE)["spec"]["volumes"]
+        claimed = data.get("persistentVolumeClaim")
+        assert claimed == (None if values is VALUES else {"claimName": f"data-{redis}-0"})
+    (claim,) = server.objects("PersistentVolumeClaim", NAMESPACE)
+    assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi", "one that exists stays as it is"
 
 
 def test_an_upgrade_keeps_the_autoscalers_replicas(

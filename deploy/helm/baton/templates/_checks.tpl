@@ -50,7 +50,7 @@
 {{- $differs = or $differs (not $same) (ne ($claim.storageClassName | default "") $wanted.storageClass) }}
 {{- end }}
 {{- if $differs }}
-{{- fail (printf "redis.persistence is not that of the StatefulSet %s, whose claims Kubernetes does not change: leave it as it was, or kubectl delete statefulset %s --namespace %s --cascade=orphan and upgrade again, which restarts Redis once" $name $name .Release.Namespace) }}
+{{- fail (printf "redis.persistence is not that of the StatefulSet %s, whose claims Kubernetes does not change: leave it as it was, or kubectl delete statefulset %s --namespace %s --cascade=foreground and upgrade again: Redis is away in between" $name $name .Release.Namespace) }}
 {{- end }}
 {{- end }}
 {{- end -}}
