@@ -10,8 +10,8 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def lowest_priority() -> None:
-    """Leave the processors to the cluster. Where Linux shares them among sessions (sched_autogroup), a process's nice value
-    counts only within its session: this process gets a session of its own, and that session the lowest priority."""
+    """Leave the processors to the cluster. Where Linux shares them among sessions (sched_autogroup), a nice value counts
+    only within its session: this process gets a session of its own, and that session the lowest priority."""
     os.nice(19)
     with contextlib.suppress(PermissionError):  # it leads one already
         os.setsid()

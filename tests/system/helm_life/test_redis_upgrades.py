@@ -63,8 +63,9 @@ def ray_nodes(release: Release) -> dict[bytes, bool]:
     """Ray's record of its nodes: whether each is alive."""
     with login(release, "ray") as ray:
         found: dict[bytes, bytes] = ray.hgetall(STATE + "NODE")  # type: ignore[assignment]
-    alive = gcs_pb2.GcsNodeInfo.ALIVE
-    return {name: gcs_pb2.GcsNodeInfo.FromString(record).state == alive for name, record in found.items()}
+    alive = gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]  # made by protobuf at run time
+    read = gcs_pb2.GcsNodeInfo.FromString  # type: ignore[attr-defined]
+    return {name: read(record).state == alive for name, record in found.items()}
 
 
 def ray_cluster(release: Release) -> bytes | None:
