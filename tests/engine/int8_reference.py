@@ -14,8 +14,8 @@ from tests.harness import fake_quant
 NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 # A number that lies between two integers may be rounded to either, where sums before it were taken in another order. One
-# such row moves logits, which reach 40 here, by up to this much.
-NEAR_TIE, MAX_TIES = 0.3, 4  # of 32 tokens
+# such row moves logits, which reach 40 here. The reference's own, of a whole text and token by token, differ by 0.72.
+NEAR_TIE, MAX_TIES = 0.75, 4  # of 32 tokens
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from engine.runner import ModelRunner
 from tests.engine.ranks import KV_BYTES, make_engine, run
 from tests.harness.checkpoints import (
     CHECKED,
-    EXPERTS,
     exact_logits,
     prompt_ids,
     reference_greedy,
@@ -33,9 +32,8 @@ NEW = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 # Logits here reach 40, where fp32's own steps are 4e-6; Hugging Face's cached and uncached passes differ by 1.2e-4.
 LOGITS_WITHIN = 1e-4
-OF_REFERENCES_OWN = 1.5
-# The sums over a token's experts are taken in another order too: 1.73 was seen.
-OF_EXPERTS_OWN = 2.0
+# 1.51 was seen (Mistral, AVX-512), and 1.73 where the sums over a token's experts are taken in another order too.
+OF_REFERENCES_OWN = 2.0
 
 
 def logits_of(runner: ModelRunner, items: list[PlanItem]) -> Tensor:
@@ -50,7 +48,7 @@ def test_logits_are_the_references_at_every_position(variant, checkpoint):
     tokens = prompt_ids(90)
     expected = exact_logits(model, tokens)
     own = float((reference_logits(model, tokens) - expected).abs().max())
-    within = max(LOGITS_WITHIN, (OF_EXPERTS_OWN if variant in EXPERTS else OF_REFERENCES_OWN) * own)
+    within = max(LOGITS_WITHIN, OF_REFERENCES_OWN * own)
     config = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, max_batch_tokens=4096)
     runner = ModelRunner(load_model(config))
     lengths = range(1, 91)
