@@ -32,7 +32,7 @@ def why_refused(version: str, headers: Sequence[tuple[bytes, bytes]]) -> Invalid
         return InvalidRequestError(
             f"host: must be sent once, not {len(hosts)} times", field="host", limit="1"
         )
-    if _HOST.fullmatch(hosts[0].rstrip(b" \t")) is None:  # the parser leaves white space behind a value
+    if _HOST.fullmatch(hosts[0]) is None:
         shown = hosts[0][:MAX_SHOWN].decode("latin-1")
         return InvalidRequestError(f"host: {shown!r} is no host, with or without a port", field="host")
     return None

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from router.frontends.http.head import why_refused
+from tests.router.frontends.http.cycles import CYCLES
 from tests.router.frontends.http.header_server import exchange, serving
 
 REFUSED = {
@@ -98,3 +99,12 @@ async def test_an_invalid_host_is_refused_before_the_body_is_read():
     async with serving("direct") as address:
         answer = await exchange(address, b"POST / HTTP/1.1\r\nhost: a/b\r\ncontent-length: 9\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+async def test_white_space_around_a_value_is_no_part_of_it(cycle: str):
+    """What compares values, as the check of origins does, would take `null ` for another one than `null`."""
+    head = b"GET / HTTP/1.1\r\nhost: a \t\r\norigin: \t null \t \r\n\r\n"
+    async with serving(cycle) as address:
+        answer = await exchange(address, head)
+    assert answer.endswith(b"\r\n\r\n0;host=a,origin=null")
