@@ -233,8 +233,9 @@ async def test_the_ports_are_free_soon_after_the_parents_end(router_model: Path,
 
 def _free(config: RouterConfig) -> bool:
     with contextlib.suppress(ConfigError), contextlib.ExitStack() as stack:
-        for listener in (*listen_http(config), reserve_grpc(config)):
+        for listener in listen_http(config):  # before the other port, which may still be taken
             stack.enter_context(listener)
+        stack.enter_context(reserve_grpc(config))
         return True
     return False
 
