@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import threading
@@ -21,12 +22,14 @@ from baton.ray_pools.serve_app import PoolDescription, application
 from cluster.config.worker import Role
 from cluster.errors import SetupError
 
+log = logging.getLogger(__name__)
 APPLICATION = "baton"
 VARIABLE = "BATON_SCALED_POOLS"
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
 SHUTDOWN_SECONDS = 30.0
 CONTROLLER_SECONDS = 60.0  # one that Ray starts again needs some
+NAMED_SECONDS = 2.0  # of a controller's silence, after which the log names it
 
 
 def deploy(
@@ -147,7 +150,7 @@ def _reach_controller(stop: threading.Event) -> None:
     if (controller := _controller()) is None:
         return
     answer = controller.check_alive.remote()
-    deadline = time.monotonic() + CONTROLLER_SECONDS
+    asked, named = time.monotonic(), False
     while True:
         try:
             ray.get(answer, timeout=POLL_SECONDS)
@@ -156,7 +159,15 @@ def _reach_controller(stop: threading.Event) -> None:
             return
         except GetTimeoutError:
             _check(stop)
-        if time.monotonic() > deadline:
+        silent = time.monotonic() - asked
+        if silent > NAMED_SECONDS and not named:
+            named = True
+            log.warning(
+                "Serve's controller has not responded for %.0f s: waiting for it, %.0f s at most",
+                NAMED_SECONDS,
+                CONTROLLER_SECONDS,
+            )
+        if silent > CONTROLLER_SECONDS:
             raise SetupError(
                 f"Serve's controller has not responded for {CONTROLLER_SECONDS:.0f} s: it hangs; end the process "
                 "ray::ServeController, which Ray starts again",

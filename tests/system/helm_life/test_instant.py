@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer, names
 from tests.kubernetes.controllers.cluster import instant_cluster
 from tests.system.conftest import _install
+from tests.system.helm.refused import cluster
 from tests.system.helm_life.helm import CHART, DEMO, NAMESPACE, RELEASE, Helm, HelmFailed, kubectl
 
 pytestmark = pytest.mark.system
@@ -34,6 +36,13 @@ def left(server: ApiServer) -> list[tuple[str, str]]:
 def replicas(server: ApiServer, kind: str, name: str) -> tuple[int, int]:
     found = server.object(kind, name, NAMESPACE)
     return found["spec"]["replicas"], found["status"]["readyReplicas"]
+
+
+def releases(server: ApiServer) -> list[str]:
+    """Helm's records of the release, one per revision."""
+    return [
+        name for name in names(server.objects("Secret", NAMESPACE)) if name.startswith("sh.helm.release.")
+    ]
 
 
 def secret(server: ApiServer) -> Object:
@@ -148,6 +157,25 @@ def test_upgrades_that_cannot_work_are_refused(
     helm.uninstall()
     helm.install(*VALUES)
     helm.upgrade(*VALUES)
+
+
+@pytest.mark.parametrize(
+    "name", ["nodes beside workers of no Ray", "one port of two of Ray's", "two listeners on one port"]
+)
+def test_an_upgrade_to_refused_values_changes_nothing(
+    name: str, server: ApiServer, make_helm: MakeHelm, tmp_path: Path
+) -> None:
+    helm = make_helm(server)
+    helm("install", RELEASE, str(CHART), "--create-namespace", "--no-hooks", *VALUES)
+    values, wrong, change = cluster.REFUSED[name]
+    file = tmp_path / "refused.yaml"
+    file.write_text(json.dumps(values))
+    before = releases(server)
+    for kept in ((), ("--reset-then-reuse-values",)):
+        with pytest.raises(HelmFailed) as refused:
+            helm.upgrade(*VALUES, "--values", str(file), *kept)
+        assert wrong in str(refused.value) and change in str(refused.value)
+    assert releases(server) == before
 
 
 def test_claims_of_redis_change_after_the_command_that_the_refusal_names(
