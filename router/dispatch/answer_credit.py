@@ -16,11 +16,10 @@ class AnswerCredit:
         count = max(1, len(choices))
         self._choices = choices
         self._window = window_of(count)  # of each choice
-        self._limits = {choice.index: choice.next_position + self._window for choice in choices}
-        # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
-        self._beyond = WINDOW_TOKENS - self._window
-        # By choice: a token at this position or beyond breaks the attempt
-        self.bounds = {index: limit + self._beyond for index, limit in self._limits.items()}
+        # By choice: a token at this position or beyond breaks the attempt. A worker of link version 1 gives each choice a
+        # whole window, where no credit has come yet.
+        self.bounds = {choice.index: choice.next_position + WINDOW_TOKENS for choice in choices}
+        self._beyond = WINDOW_TOKENS - self._window  # from the limit that the worker is told to the bound
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
         self._grant_after = min(count * self._window // 4, self._window - self._window // 4)
         self._ungranted = 0  # tokens that have come since `grant` looked at the choices
@@ -33,7 +32,7 @@ class AnswerCredit:
 
     def limits(self) -> list[int]:
         """The limit of each choice, as the worker was told."""
-        return list(self._limits.values())
+        return [bound - self._beyond for bound in self.bounds.values()]
 
     def came(self) -> bool:
         """Note a token; returns whether `grant` is due once the client has every token so far."""
@@ -48,11 +47,10 @@ class AnswerCredit:
         least a quarter of one further."""
         self._ungranted = 0
         for choice in self._choices:
-            limit = self._next(choice) + self._window
-            if limit - self._limits[choice.index] >= self._window // 4:
-                self._limits[choice.index] = limit
-                self.bounds[choice.index] = limit + self._beyond
-                tell(choice.index, limit)
+            bound = self._next(choice) + WINDOW_TOKENS
+            if bound - self.bounds[choice.index] >= self._window // 4:
+                self.bounds[choice.index] = bound
+                tell(choice.index, bound - self._beyond)
 
     def _next(self, choice: ChoiceStream) -> int:
         """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not

@@ -13,6 +13,7 @@ import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,9 @@ from deploy import image_probe
 from tests.kubernetes.kubelet import podman
 from tests.kubernetes.kubelet.possible import why_not
 from tests.system.namespaces import may_make_namespaces
+
+if TYPE_CHECKING:  # it imports this module
+    from tests.system.helm_life.release import Release
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -130,3 +134,12 @@ def _fetch(major: int, target: Path, helm: Path) -> None:
 @pytest.fixture(scope="session", params=[3, 4], ids=["helm3", "helm4"])
 def helm(request: pytest.FixtureRequest) -> Path:
     return _install(request.param)
+
+
+@pytest.fixture
+def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test that fails, print what pods and helm said."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        print(release.told())

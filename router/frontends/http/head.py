@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from cluster.errors import InvalidRequestError
+from router.request.limits import MAX_SHOWN
 
 _VERSIONS = ("1.0", "1.1")  # the parser also reads 0.9, which has no headers, and 2.0
 # uri-host [ ":" port ] of RFC 9110, 7.2: a name, which may be empty, or an address in brackets. Possessive, or a long
@@ -14,7 +15,6 @@ _HOST = re.compile(
     rb"(?:\[(?:[0-9a-f:.]++|v[0-9a-f]++\.[\w.~!$&'()*+,;=:-]++)\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*+)(?::[0-9]*+)?",
     re.IGNORECASE | re.ASCII,
 )
-MAX_SHOWN = 80
 
 
 def why_refused(version: str, headers: Sequence[tuple[bytes, bytes]]) -> InvalidRequestError | None:

@@ -213,8 +213,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.headers) >= most:
             error = InvalidRequestError(f"headers: at most {most}", field="headers", limit=str(most))
             self._give_up(431, error)
-        # White space behind a value is no part of it (RFC 9110, 5.5), and the parser leaves it there
-        super().on_header(name, value.rstrip(b" \t"))
+        super().on_header(name, value.rstrip(b" \t"))  # no part of it (RFC 9110, 5.5)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)

@@ -27,7 +27,7 @@ from tests.kubernetes.kubelet.podman import Podman
 from tests.system.helm_life.helm import NAMESPACE, HelmFailed
 from tests.system.helm_life.release import MIN_IN_FLIGHT, MODEL, Release, confinement, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900), pytest.mark.usefixtures("explain")]
 
 # Seconds for what takes a few minutes where the processors have nothing else to do.
 PATIENCE = 600
@@ -87,14 +87,6 @@ def release(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rel
         yield running
     print({step: round(seconds, 1) for step, seconds in running.seconds.items()})
     assert cgroup.trees(running.cluster.network.bridge) == []
-
-
-@pytest.fixture(autouse=True)
-def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(release.told())
 
 
 def test_install_waits_until_containers_serve(release: Release, mode: str) -> None:

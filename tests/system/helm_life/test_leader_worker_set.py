@@ -25,7 +25,7 @@ from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.load import OPTIONS, prompt
 from tests.system.helm_life.release import MODEL, Release, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400), pytest.mark.usefixtures("explain")]
 VALUES = (
     "ray.mode=none,multiNode.by=leaderWorkerSet,decode.nodes=2,decode.tensorParallel=2,"
     "decode.replicas=1,router.replicas=1"
@@ -50,14 +50,6 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
         except BaseException:
             print(running.told())
             raise
-
-
-@pytest.fixture(autouse=True)
-def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(release.told())
 
 
 def group(release: Release) -> dict[str, Object]:

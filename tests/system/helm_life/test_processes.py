@@ -22,7 +22,7 @@ from tests.kubernetes.kubelet.image import ROOT
 from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.release import MIN_IN_FLIGHT, MODEL, Release, confinement, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.usefixtures("explain")]
 
 # Redis has no user for Ray, and so does not restart where Ray goes.
 WITH_RAY = ("--set", "ray.joinWorkers=true,ray.gcsFaultTolerance.enabled=false")
@@ -35,14 +35,6 @@ CHANGES = "image.tag=next,ray.joinWorkers=false"
 def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     with installed(tmp_path_factory.mktemp("cluster"), process_cluster, *WITH_RAY) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(release.told())
 
 
 def test_install_waits_until_real_processes_serve(release: Release) -> None:

@@ -24,7 +24,7 @@ from tests.system.helm_life.helm import NAMESPACE, HelmFailed, kubectl
 from tests.system.helm_life.load import ask_during
 from tests.system.helm_life.release import MODEL, Release, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.usefixtures("explain")]
 VALUES = "ray.joinWorkers=true,decode.replicas=1,router.replicas=1"
 HEAD_VALUE = "ray.head.resources.limits.memory=5Gi"
 REDIS, HEAD = "one-baton-redis-0", "one-baton-ray-head-0"
@@ -41,14 +41,6 @@ SECONDS = 90.0
 def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     with installed(tmp_path_factory.mktemp("redis"), process_cluster, "--set", VALUES) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(release.told())
 
 
 def login(release: Release, user: str) -> redis.Redis:
@@ -75,7 +67,7 @@ def ray_cluster(release: Release) -> bytes | None:
 
 
 def check_users(release: Release) -> None:
-    """Ray's user reads and writes Ray's keys and no others; nobody else does."""
+    """Ray's user reads and writes Ray's keys and no others; no other user reads or writes Ray's keys."""
     with login(release, "ray") as ray:
         ray.hset(STATE + "KV", "test", "1")
         assert ray.hdel(STATE + "KV", "test") == 1
