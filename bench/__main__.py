@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 SECTIONS = (
     "engine",
     "int8",
+    "int4",
     "quality",
     "speculation",
     "grammars",

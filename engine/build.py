@@ -108,21 +108,28 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool 
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
 
 
-def _keeps_codes(config: EngineConfig) -> bool:
-    """Whether matrices are kept as they are stored, where kernels can read them: on CUDA, in bf16, where Triton works,
-    which attention by `triton` shows. `config` is resolved."""
-    auto = config.quantization == "auto"
-    return auto and config.attention_backend == "triton" and _DTYPES[config.dtype] is torch.bfloat16
+def _kept_codes(config: EngineConfig) -> coded.Kept | None:
+    """The codes that are kept as they are stored, because kernels read them in bf16: on CUDA where Triton works, which
+    attention by `triton` shows; on CPUs whose own instruction for bf16 is not AMX's. `config` is resolved."""
+    if config.quantization != "auto" or _DTYPES[config.dtype] is not torch.bfloat16:
+        return None
+    if config.attention_backend == "triton":
+        return coded.ON_CUDA
+    if config.attention_backend != "cpu":
+        return None
+    from engine.ops import cpu_nibbles
+
+    return coded.ON_CPU if cpu_nibbles.supported() else None
 
 
 def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] | None:
     """As coded.code_bytes, for the matrices of a rank. None if any of them is expanded: then all count as expanded."""
-    if not _keeps_codes(config):
+    if (kept := _kept_codes(config)) is None:
         return None
     size = config.tensor_parallel
     heads = model.num_heads // size * model.head_dim
     inputs = (model.hidden_size, heads, model.intermediate_size // size)
-    return coded.code_bytes(model.quantization, inputs)
+    return coded.code_bytes(model.quantization, inputs, kept)
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
@@ -293,8 +300,9 @@ def _read_decoder(
     team: Team,
     adapters: AdapterSlots | None,
 ) -> Decoder:
-    dtype, coded = _DTYPES[config.dtype], _keeps_codes(config)
-    with Checkpoint(config.model, dtype, device, quantization=model.quantization, coded=coded) as checkpoint:
+    dtype, kept = _DTYPES[config.dtype], _kept_codes(config)
+    kinds = kept.kinds if kept is not None else ()
+    with Checkpoint(config.model, dtype, device, quantization=model.quantization, kinds=kinds) as checkpoint:
         return Decoder(
             model,
             checkpoint,

@@ -11,6 +11,7 @@ from engine.layers.linear import (
     CudaLinear,
     Linear,
     MakeLinear,
+    NibbleLinear,
     PanelLinear,
     RowLinear,
     TorchLinear,
@@ -41,8 +42,8 @@ def _team_of_panels(config: EngineConfig, team: Team) -> KernelTeam | None:
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """The kind of linear layer for plain weights: our own product on a CPU; on CUDA our own for single rows if
-    Triton works, which attention by `triton` shows."""
+    """The kind of linear layer for plain weights, and for codes that are kept: our own product on a CPU; on CUDA our own
+    for single rows if Triton works, which attention by `triton` shows."""
     if config.dtype == "bfloat16" and config.attention_backend == "triton":
         return _cuda_linear
     panels = _team_of_panels(config, team)
@@ -55,7 +56,9 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
     def make(
         weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
     ) -> Linear:
-        assert isinstance(weight, Tensor), "only plain weights come here"
+        if isinstance(weight, CodedWeight):
+            return NibbleLinear(weight, bias, panels)
+        assert isinstance(weight, Tensor), "int8 layers are made by engine/quant/int8.py"
         wide = panels.dtype is torch.float32
         if wide and shared and cpu_row_products.takes(weight.shape[1]):
             return RowLinear(weight, bias, panels)

@@ -16,30 +16,32 @@ from bench.pairs.ratios import interval
 from bench.sections.engine import EngineBench, load
 
 PAIRS = 9
-PROMPTS = {512: "≥ 1.6", 2048: "≥ 1.4"}  # tokens → target
-DECODE = "≥ 1.8"
+PROMPTS = (512, 2048)  # tokens
+BOUNDS = ("≥ 1.8", "≥ 1.6", "≥ 1.4")  # of decode, and of each prompt
 
 
 def run(context: Context) -> Section:
     plain, packed = (
         EngineBench(load(context.model, "cpu", quantization=form), SHAPE) for form in ("auto", "int8")
     )
-    return Section("int8", "int8 weights beside bf16", figures(plain, packed, context.repeats(PAIRS)))
+    found = figures(plain, packed, context.repeats(PAIRS), "int8", BOUNDS)
+    return Section("int8", "int8 weights beside bf16", found)
 
 
-def figures(plain: EngineBench, packed: EngineBench, pairs: int) -> list[Figure]:
-    """Medians over `pairs` pairs, after one that is not counted."""
+def figures(
+    plain: EngineBench, packed: EngineBench, pairs: int, form: str, bounds: Sequence[str]
+) -> list[Figure]:
+    """Medians over `pairs` pairs, after one that is not counted. `form`: the name of `packed`."""
     names = ["decode, batch 1", *(f"prefill, {tokens} tokens" for tokens in PROMPTS)]
     taken = [_pair(plain, packed, bool(number % 2)) for number in range(pairs + 1)][1:]
-    bounds = [DECODE, *PROMPTS.values()]
     return [
-        _figure(name, bound, [(before[at], after[at]) for before, after in taken])
+        _figure(name, form, bound, [(before[at], after[at]) for before, after in taken])
         for at, (name, bound) in enumerate(zip(names, bounds, strict=True))
     ]
 
 
 def _pair(plain: EngineBench, packed: EngineBench, swapped: bool) -> tuple[list[float], list[float]]:
-    """Seconds of each figure: of bf16, of int8."""
+    """Seconds of each figure: of `plain`, of `packed`."""
     first, second = (packed, plain) if swapped else (plain, packed)
     seconds = [(_decode(first), _decode(second))]
     seconds += [(first.prompt_seconds(tokens), second.prompt_seconds(tokens)) for tokens in PROMPTS]
@@ -51,9 +53,9 @@ def _decode(bench: EngineBench) -> float:
     return bench.decode(1, 1).step_seconds
 
 
-def _figure(name: str, bound: str, pairs: Sequence[tuple[float, float]]) -> Figure:
+def _figure(name: str, form: str, bound: str, pairs: Sequence[tuple[float, float]]) -> Figure:
     each = [before / after for before, after in pairs]
     low, high = interval(each)
     before, after = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    note = f"bf16 {before:.1f} ms, int8 {after:.1f} ms; {low:.2f} to {high:.2f}, {len(each)} pairs"
+    note = f"bf16 {before:.1f} ms, {form} {after:.1f} ms; {low:.2f} to {high:.2f}, {len(each)} pairs"
     return Figure(name, statistics.median(each), "×", bound, note)

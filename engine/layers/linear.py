@@ -209,3 +209,39 @@ class PanelLinear(OneJobLinear):
             return self._code, len(self._panels), arguments
         blocks = self._blocks(rows, self._inputs)
         return self._code, blocks * len(self._panels), (*arguments, blocks)
+
+
+class NibbleLinear:
+    """Weights of 4 bits as they are stored, on a CPU with AVX512-BF16: our own kernels on the team's threads
+    (engine/ops/cpu_nibbles)."""
+
+    row_maxima = None
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, team: KernelTeam):
+        from engine.ops import cpu_jobs, cpu_nibbles, cpu_products
+
+        self._team, self._sum, self._multiply = team, cpu_jobs.SUM_GROUPS, cpu_jobs.MULTIPLY_NIBBLES
+        self.out_features, self._inputs = weight.shape
+        self._group = weight.group or self._inputs
+        self._panels, offsets = cpu_nibbles.pack(weight)
+        self.row_bytes = 4 * weight.scales.shape[1] if offsets else 0  # a row's sums of x by group
+        self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
+        if bias is not None:
+            self._bias[: self.out_features] = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out, sums = x.new_empty(rows, self.out_features), x.new_empty(rows * self.row_bytes // x.itemsize)
+        for job in self.jobs(rows, x.data_ptr(), out.data_ptr(), sums.data_ptr(), 0):
+            self._team.run(*job)
+        return out
+
+    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, row_maxima: int = 0) -> list[Job]:
+        """As JobLinear's; the sums of the rows are at `codes`."""
+        sums = codes if self.row_bytes else 0
+        at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
+        product = (x, rows, *at, out, self.out_features, self._group, sums)
+        jobs: list[Job] = [(self._multiply, len(self._panels), product)]
+        if self.row_bytes:
+            jobs.insert(0, (self._sum, rows, (x, self._inputs, self._group, sums)))
+        return jobs

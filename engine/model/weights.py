@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ class Checkpoint:
         device: torch.device,
         *,
         quantization: StoredFormat | None = None,
-        coded: bool = False,
+        kinds: Collection[str] = (),
     ):
-        """`quantization`: the format of quantised matrices; None: none is quantised. `coded`: they are kept as codes where
-        kernels can read these."""
+        """`quantization`: the format of quantised matrices; None: none is quantised. `kinds`: those of codes that
+        kernels read: they are kept."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
-        self._quantization, self._coded = quantization, coded
+        self._quantization, self._kinds = quantization, kinds
         self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
 
@@ -81,7 +82,7 @@ class Checkpoint:
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
         )
         if how.name != INT8:
-            kept = stored.read_coded(how, self, share) if self._coded else None
+            kept = stored.read_coded(how, self, share, self._kinds) if self._kinds else None
             if kept is not None:
                 return kept.each(lambda one: one.to(self._device))
             return stored.read(how, self, share, self._dtype).to(self._device)

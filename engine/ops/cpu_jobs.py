@@ -23,6 +23,7 @@ from engine.ops import cpu_adapters as adapters
 from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_int8_rows as int8_rows
 from engine.ops import cpu_kernels as kernels
+from engine.ops import cpu_nibbles as nibbles
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
 from engine.ops import cpu_row_products as row_products
@@ -45,9 +46,11 @@ AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
     GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP, MULTIPLY_WIDE,
-    MULTIPLY_IN_ROWS, ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8,
-) = range(22)  # fmt: skip
-PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE, MULTIPLY_IN_ROWS)
+    MULTIPLY_IN_ROWS, ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8, SUM_GROUPS, MULTIPLY_NIBBLES,
+) = range(24)  # fmt: skip
+PRODUCTS = (
+    MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE, MULTIPLY_IN_ROWS, MULTIPLY_NIBBLES,
+)  # fmt: skip
 OF_HEADS = (
     HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8,
     ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8,
@@ -262,6 +265,16 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
         tile_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
         return DONE
 
+    def sum_groups(job, first, last):
+        a = integers(job)
+        nibbles.sum_groups(a[0], a[1], a[2], a[3], first, last)
+        return DONE
+
+    def multiply_nibbles(job, first, last):
+        a = integers(job)
+        nibbles.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last)
+        return DONE
+
     def quantize(job, first, last):
         a = integers(job)
         int8_rows.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
@@ -287,6 +300,7 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
     return {
         MULTIPLY: multiply, QUANTIZE: quantize, MULTIPLY_INT8: multiply_int8, MULTIPLY_TILES: multiply_tiles,
         MULTIPLY_WIDE: multiply_wide, MULTIPLY_IN_ROWS: multiply_in_rows, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
+        SUM_GROUPS: sum_groups, MULTIPLY_NIBBLES: multiply_nibbles,
     }  # fmt: skip
 
 

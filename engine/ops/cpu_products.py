@@ -115,13 +115,13 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         for count in each_count(builder, rows, MAX_ROWS):
             starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
             sums = accumulate(builder, count, x, x_stride, weights, pairs, [starts] * count)
-            _store_rows(builder, sums, out, out_stride, columns)
+            store_rows(builder, sums, out, out_stride, columns)
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 9)), codegen
 
 
-def _store_rows(builder, sums, out, out_stride, columns):
+def store_rows(builder, sums, out, out_stride, columns):
     """Round to bf16 and store; columns beyond the matrix are not written."""
     lanes = ir.VectorType(I32, 16)
     bits = ir.VectorType(ir.IntType(1), 16)

@@ -1,8 +1,9 @@
-"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py)."""
+"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py, engine/ops/cpu_nibbles.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,24 +20,39 @@ _KEPT = (*_FLOATS, formats.PACKED, formats.AWQ, formats.GPTQ)
 _KINDS = {0: FP8, 4: NIBBLES, 8: BYTES}
 
 
-def code_bytes(stored: StoredFormat | None, inputs: Collection[int]) -> tuple[float, int] | None:
+@dataclass(frozen=True)
+class Kept:
+    """The codes that a device's kernels read. `zero_bytes`: of a zero point that they keep, where a format is symmetric
+    and where it is not."""
+
+    kinds: frozenset[str]
+    zero_bytes: tuple[int, int]
+
+
+ON_CUDA, ON_CPU = Kept(frozenset((FP8, BYTES, NIBBLES)), (1, 1)), Kept(frozenset((NIBBLES,)), (0, 4))
+
+
+def code_bytes(stored: StoredFormat | None, inputs: Collection[int], kept: Kept) -> tuple[float, int] | None:
     """Return the bytes of a weight, its share of a group's scale included, and those of an output beside its weights; None
-    if kernels for CUDA cannot read the codes of one of the matrices. `inputs`: of each matrix on a rank."""
+    if the kernels cannot read the codes of one of the matrices. `inputs`: of each matrix on a rank."""
     if stored is None or stored.name not in _KEPT or stored.act_order:
         return None
-    group, beside = stored.block[1], 4 if stored.name in _FLOATS else 5
+    is_float = stored.name in _FLOATS
+    if (FP8 if is_float else _KINDS[stored.bits]) not in kept.kinds:
+        return None
+    group, beside = stored.block[1], 4 if is_float else 4 + kept.zero_bytes[not stored.symmetric]
     if any(size % (group or SPAN) for size in inputs) or group % SPAN:
         return None
     return stored.bits / 8 + (beside / group if group else 0), 0 if group else beside
 
 
-def of_parts(parts: Parts, group: int) -> CodedWeight | None:
-    """`group`: inputs that share a scale; 0: all. None if the kernels can't read it: groups that are no multiple of SPAN
-    inputs, or begin elsewhere than at its multiples (act-order, a rank's share that cuts one), weights that are not
-    finite, and MXFP4."""
+def of_parts(parts: Parts, group: int, kinds: Collection[str]) -> CodedWeight | None:
+    """`group`: inputs that share a scale; 0: all. None if the kernels can't read it: other `kinds`, groups that are no
+    multiple of SPAN inputs, or begin elsewhere than at its multiples (act-order, a rank's share that cuts one), weights that
+    are not finite, and MXFP4."""
     outputs, inputs = parts.shape
     kind = _KINDS[parts.bits]
-    if inputs % SPAN:
+    if inputs % SPAN or kind not in kinds:
         return None
     size = group if group and parts.scales.shape[1] > 1 else 0
     if size and (size % SPAN or not _is_regular(parts.column_of, size)):

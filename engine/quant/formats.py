@@ -50,12 +50,14 @@ def _int8() -> dict[str, Computed]:
     return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_CUDA}
 
 
-def _expanded(kept: str = "") -> dict[str, Computed]:
-    """`kept`: the bytes of a weight whose codes are kept on CUDA."""
+def _expanded(on_cuda: str = "", on_cpu: str = "") -> dict[str, Computed]:
+    """The bytes of a weight whose codes are kept on CUDA, and on CPUs."""
     cells = dict.fromkeys(DEVICES, DTYPE)
-    if kept:
-        name = f"as stored ({kept}) in bf16 by Baton's kernels, or {DTYPE.name} ([which](serve-a-model.md#quantisation))"
-        cells[CUDA] = Computed(name, DTYPE.size)
+    for device, kept in ((CUDA, on_cuda), (VNNI, on_cpu)):
+        if kept:
+            how = f"as stored ({kept}) in bf16 by Baton's kernels"
+            which = "([which](serve-a-model.md#quantisation))"
+            cells[device] = Computed(f"{how}, or {DTYPE.name} {which}", DTYPE.size)
     return cells
 
 
@@ -80,13 +82,13 @@ FORMATS: dict[str, Format] = {
     PACKED: Format(
         "compressed-tensors: 4 or 8 bits packed, per group or channel, symmetric or not, with or without g_idx (W4A16, "
         "W8A16)",
-        _expanded("½ or 1 byte"),
+        _expanded("½ or 1 byte", "4 bits: ½ byte"),
         "compressed-tensors 0.20.0; 0.9.4 with g_idx",
     ),
-    AWQ: Format("AWQ, 4 bits, gemm packing", _expanded("½ byte"), "AutoAWQ 0.2.9"),
+    AWQ: Format("AWQ, 4 bits, gemm packing", _expanded("½ byte", "½ byte"), "AutoAWQ 0.2.9"),
     GPTQ: Format(
         "GPTQ, 4 or 8 bits, with or without act-order (desc_act); zero points of format v1, and of v2 (~)",
-        _expanded("½ or 1 byte"),
+        _expanded("½ or 1 byte", "4 bits: ½ byte"),
         "AutoGPTQ 0.7.1",
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),

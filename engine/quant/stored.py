@@ -7,7 +7,7 @@ So a share may begin and end anywhere, also in the middle of a group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,10 +76,13 @@ def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtyp
         return _READERS[stored.name](stored, source, matrix).expand(dtype)
 
 
-def read_coded(stored: StoredFormat, source: Source, matrix: Matrix) -> CodedWeight | None:
-    """Return the share as it is stored; None if it has to be expanded. Raises ModelError as `read` does."""
+def read_coded(
+    stored: StoredFormat, source: Source, matrix: Matrix, kinds: Collection[str]
+) -> CodedWeight | None:
+    """Return the share as it is stored; None if its codes are of another kind or it has to be expanded. Raises ModelError
+    as `read` does."""
     parts = _READERS[stored.name](stored, source, matrix)
-    return coded.of_parts(parts, stored.block[1])
+    return coded.of_parts(parts, stored.block[1], kinds)
 
 
 @contextlib.contextmanager

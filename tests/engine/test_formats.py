@@ -22,8 +22,9 @@ from engine.layers.linear import join
 from engine.model.config import ModelConfig
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
+from engine.ops import cpu_nibbles, cpu_products
 from engine.ops.codes import NIBBLES, CodedWeight
-from engine.quant import expand, formats, stored
+from engine.quant import coded, expand, formats, stored
 from engine.quant.formats import FORMATS
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
@@ -115,14 +116,14 @@ def test_they_are_served_as_int8_too(name) -> None:
     assert len(outputs.tokens["r", 0]) == GREEDY.max_tokens
 
 
-# --- kept in their codes, for CUDA -------------------------------------------------------------------
+# --- kept in their codes -------------------------------------------------------------------
 
 EXPANDED = {"gptq-act-order", "w4a16-act-order", "mxfp4"}
 
 
 def coded_of(path: Path) -> Checkpoint:
     how = ModelConfig.read(path).quantization
-    return Checkpoint(path, torch.bfloat16, torch.device("cpu"), quantization=how, coded=True)
+    return Checkpoint(path, torch.bfloat16, torch.device("cpu"), quantization=how, kinds=coded.ON_CUDA.kinds)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,6 +167,20 @@ def test_codes_that_are_kept_take_what_is_said(name) -> None:
         assert isinstance(found, CodedWeight)
         taken_bytes += sum(one.nbytes for one in (found.codes, found.scales, found.zeros) if one is not None)
     assert said == taken_bytes < expanded_bytes
+
+
+@pytest.mark.parametrize("name", ["awq", "w4a16", "w4a16-asymmetric"])
+def test_panels_of_codes_on_a_cpu_take_what_is_said(name, monkeypatch) -> None:
+    """Beside padding to whole panels: all matrices of these checkpoints fill theirs."""
+    monkeypatch.setattr(cpu_nibbles, "supported", lambda: True)
+    model = ModelConfig.read(GOLDEN / name)
+    config = EngineConfig(model=GOLDEN / name, dtype="bfloat16", attention_backend="cpu")
+    checkpoint, taken_bytes = coded_of(GOLDEN / name), 2 * (64 * 64 * 2 + 2 * 64)
+    for part, shape in SHAPES.items():
+        found = checkpoint.matrix(f"model.layers.0.{part}.weight", *shape)
+        assert isinstance(found, CodedWeight)
+        taken_bytes += cpu_nibbles.pack(found)[0].nbytes
+    assert build.weight_bytes(model, config) == taken_bytes
 
 
 def test_parts_of_a_product_that_are_stored_otherwise_are_expanded() -> None:
@@ -301,13 +316,21 @@ def test_weights_take_what_they_are_expanded_to(name) -> None:
     assert build.weight_bytes(model, config.model_copy(update={"quantization": "int8"})) < matrices_ * 2
 
 
-def test_the_bytes_are_said_before_weights_are_read() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_bytes_are_said_before_weights_are_read(kept, monkeypatch) -> None:
+    if kept and not cpu_products.has_instruction():
+        pytest.skip("this CPU has no AVX512-BF16")
+    monkeypatch.setattr(cpu_nibbles, "supported", lambda: kept)
     lines: list[str] = []
     config = EngineConfig(model=GOLDEN / "awq", dtype="bfloat16", kv_memory_bytes=1 << 20)
     build.load_model(config, tell=lines.append)
-    said = build.weight_bytes(ModelConfig.read(GOLDEN / "awq"), config)
+    said = build.weight_bytes(ModelConfig.read(GOLDEN / "awq"), build.check(config)[1])
     assert lines[0].startswith(f"weights take {said} bytes on each rank, stored as AWQ")
-    assert "expanded to bfloat16 while loading" in lines[0] and lines[1] == "weights are read"
+    assert lines[1] == "weights are read"
+    assert ("and not expanded" in lines[0], "expanded to bfloat16 while loading" in lines[0]) == (
+        kept,
+        not kept,
+    )
 
 
 def test_an_id_names_the_form_and_its_settings(tmp_path) -> None:
