@@ -48,8 +48,8 @@ def code_bytes(stored: StoredFormat | None, inputs: Collection[int], kept: Kept)
 
 def of_parts(parts: Parts, group: int, kinds: Collection[str]) -> CodedWeight | None:
     """`group`: inputs that share a scale; 0: all. None if the kernels can't read it: other `kinds`, groups that are no
-    multiple of SPAN inputs, or begin elsewhere than at its multiples (act-order, a rank's share that cuts one), weights that
-    are not finite, and MXFP4."""
+    multiple of SPAN inputs, or begin elsewhere than at its multiples (act-order, a rank's share that cuts one), weights
+    that are not finite, and MXFP4."""
     outputs, inputs = parts.shape
     kind = _KINDS[parts.bits]
     if inputs % SPAN or kind not in kinds:
