@@ -41,8 +41,11 @@ def victim(tmp_path: Path) -> Path:
 def test_the_state_file_is_its_owners_and_follows_no_link(tmp_path: Path, victim: Path) -> None:
     path = tmp_path / "state.json"
     path.symlink_to(victim)
-    os.umask(os.umask(0))  # whatever the mask is
-    STATE.write(path)
+    mask = os.umask(0)  # which removes no right
+    try:
+        STATE.write(path)
+    finally:
+        os.umask(mask)
     assert victim.read_text() == "untouched"
     assert not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in tmp_path.iterdir() if one not in (path, victim)] == []
