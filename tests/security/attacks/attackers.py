@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import ClientTls
 from tests.security.attacks.endpoints import ENDPOINTS, PATHS
-from tests.security.attacks.grpc_frames import GREETING
+from tests.security.attacks.grpc_frames import ACKNOWLEDGED, GREETING
 from tests.security.attacks.priority import lowest_priority
 from wire import inference_pb2, inference_pb2_grpc
 
@@ -199,7 +199,7 @@ class Attackers:
 
         async def attack() -> str:
             async with self._connected(port, known=False) as (reader, writer):
-                writer.write(GREETING)
+                writer.write(GREETING + ACKNOWLEDGED)  # else they end after header_seconds
                 while await reader.read(4096):
                     pass
             return "closed"

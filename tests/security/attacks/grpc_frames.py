@@ -31,12 +31,12 @@ def address(router: Any) -> tuple[str, int]:
 
 
 def hold(stack: contextlib.ExitStack, where: tuple[str, int], number: int) -> list[socket.socket]:
-    """Connections that have greeted, and do nothing more."""
+    """Connections that have greeted and acknowledged the server's settings, and do nothing more."""
     held = []
     for _ in range(number):
         with contextlib.suppress(OSError):
             held.append(stack.enter_context(socket.create_connection(where, timeout=10)))
-            held[-1].sendall(GREETING)
+            held[-1].sendall(GREETING + ACKNOWLEDGED)
     return held
 
 

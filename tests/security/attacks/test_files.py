@@ -168,6 +168,19 @@ def test_a_description_has_a_size(hub: SmallHub, tmp_path: Path, monkeypatch: py
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
 
 
+def test_a_token_goes_to_no_host_that_a_hub_leads_to(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hubs keep large files at other hosts."""
+    hub.token = "hf_secret"
+    with running_hub() as other:
+        hub.leads_to = other.url
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert other.asked and not other.tokens
+    assert (tmp_path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
 def test_a_token_is_sent_over_https_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for endpoint in ("http://mirror.example", "http://10.0.0.1:8080", "ftp://hub"):
