@@ -24,7 +24,7 @@ from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
 
 NOW = 1_700_000_000.0
-NOT_VALID = "^the API key is not valid$"  # whatever the reason is
+NOT_VALID = r"^the API key is not valid$"  # whatever the reason is
 BODY: dict[str, Any] = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
 
@@ -39,7 +39,7 @@ def test_a_key_is_found_by_its_id_and_refused_in_every_other_form():
     assert (caller.tenant, caller.key_id, caller.weight, caller.admin) == ("acme", entry.id, 2.0, False)
     assert ring.check(f"bearer  {key}", NOW) == caller
     for value in ("", key, f"Basic {key}"):
-        with pytest.raises(UnauthenticatedError, match="^an API key is needed"):
+        with pytest.raises(UnauthenticatedError, match=r"^an API key is needed"):
             ring.check(value, NOW)
     wrong = ["Bearer", "Bearer ", f"Bearer {key}x", f"Bearer {key[:-1]}"]
     wrong += [f"Bearer x{key}", "Bearer baton", "Bearer baton--", f"Bearer baton-{entry.id}-", "Bearer \xff"]
