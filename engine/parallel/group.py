@@ -23,12 +23,15 @@ from torch import Tensor
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
 
+log = logging.getLogger(__name__)
 # An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
 # (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py).
 IDLE_SECONDS = 10 * 365 * 86400
 # A message up to this size, its length included, is one broadcast: a step of 256 single tokens is 6 KB.
 FRAME_BYTES = 16384
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
+SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
 
 
 class Arrivals:
@@ -215,11 +218,6 @@ def _restrict_interfaces(leader: str) -> None:
     if own:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={own}")
-
-
-log = logging.getLogger(__name__)
-SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Links between pages lead somewhere, and the files that pages name exist."""
+"""Links between pages lead somewhere, and the files and tests that pages name exist."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import HISTORY, ROOT, pages
+from tests.docs.pages import HISTORY, ROOT, pages, present_pages
 
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)|(?:src|href)=\"(?!https?://)([^\"]+)\"")
+TESTS = re.compile(r"`(test_\w+(?:…|\.py)?)`")  # … stands for the rest of a name
 NAMED = re.compile(r"`((?:[a-z_]+/)+[A-Za-z0-9_.{},*-]*)`")
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"out"}
 
@@ -39,6 +40,24 @@ def test_links_and_named_files_exist(page: Path) -> None:
     if not str(page.relative_to(ROOT)).startswith(HISTORY):
         named = [one for name in NAMED.findall(text) if name.split("/")[0] in TOP for one in spread(name)]
         missing += [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def names_of_tests() -> set[str]:
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    functions = [name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())]
+    return {*functions, *(file.name for file in files)}
+
+
+@pytest.mark.parametrize("page", present_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_tests_exist(page: Path, names_of_tests: set[str]) -> None:
+    missing = [
+        name
+        for name in TESTS.findall(page.read_text())
+        if name not in names_of_tests
+        and not (name.endswith("…") and any(one.startswith(name[:-1]) for one in names_of_tests))
+    ]
     assert not missing
 
 

@@ -14,6 +14,7 @@ import torch
 
 from cluster.errors import SetupError
 from engine.parallel.group import FRAME_BYTES, DistributedGroup, _listening, listen_at, listening_meanwhile
+from tests.harness.own_address import address_beside_loopback
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -47,11 +48,14 @@ def run_rank(
     group.close()
 
 
-def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(monkeypatch):
+@pytest.mark.parametrize("leader", [lambda: "127.0.0.1", address_beside_loopback])
+def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(leader, monkeypatch):
+    """By itself gloo listens at the address of this machine's name, whichever that is."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    host = leader()
     frame = FRAME_BYTES - 8  # the longest message that is one broadcast
     plans = [b"plan", *(os.urandom(size) for size in (frame - 1, frame, frame + 1, 5 * frame)), b"last"]
-    address, listener = listen_at("127.0.0.1")
+    address, listener = listen_at(host)
     context = multiprocessing.get_context("spawn")
     sockets = context.Queue()
     ranks = [
@@ -65,7 +69,7 @@ def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(m
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
-    assert {host for ports in found.values() for host, _ in ports} == {"127.0.0.1"}
+    assert {found_host for ports in found.values() for found_host, _ in ports} == {host}
     # The store on the leader's descriptor and nowhere else, and gloo of each rank
     store = int(address.rpartition(":")[2])
     assert [port == store for _, port in sorted(found[0], key=lambda one: one[1] != store)] == [True, False]

@@ -54,6 +54,19 @@ def run_router(directory: Path, config: dict[str, Any]) -> Iterator[Router]:
     assert '"exception"' not in said and "Traceback" not in said, said
 
 
+def known_key(router: Router, key: str) -> str:
+    """The key, once the router has read it: it looks at its file every half second."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {key}"}
+
+    def known() -> bool:
+        return bool(httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200)
+
+    wait_for(known, 30, "the router has read the key")
+    return key
+
+
 def wait_ready(http: str, **client: Any) -> None:
     import httpx
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
 from kv_transfer.transports import ucx
 from kv_transfer.transports.ucx import RDMA_TLS, _ucx_settings, open_nixl
+from tests.harness.own_address import address_beside_loopback
 
 LISTENS = """
 import json, os, sys, psutil
@@ -50,19 +50,6 @@ def listens(transfer: dict[str, Any], environment: dict[str, str] | None = None,
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def another_address() -> str:
-    """One of this machine's that is not loopback's."""
-    found = [
-        one.address
-        for addresses in psutil.net_if_addrs().values()
-        for one in addresses
-        if one.family == socket.AF_INET and not is_loopback(one.address)
-    ]
-    if not found:
-        pytest.skip("this machine has loopback only")
-    return found[0]
-
-
 def test_nixl_keeps_to_the_port_range() -> None:
     there, sockets = listens({"port_range": "41000-41999"})
     assert there and sockets and all(41000 <= port <= 41999 for _, port in sockets)
@@ -75,7 +62,7 @@ def test_a_worker_on_loopback_opens_no_port_elsewhere(host: str) -> None:
 
 
 def test_a_worker_opens_ports_on_its_own_interface_only() -> None:
-    own = another_address()
+    own = address_beside_loopback()
     there, sockets = listens({}, host=own)
     assert there and own in {address for address, _ in sockets}
     interface = interface_of(own)
@@ -93,7 +80,7 @@ def test_a_further_address_of_an_interface_has_its_name_without_the_label(
 
 
 def test_the_operators_ucx_settings_are_kept() -> None:
-    _, sockets = listens({}, {"UCX_NET_DEVICES": "lo"}, host=another_address())
+    _, sockets = listens({}, {"UCX_NET_DEVICES": "lo"}, host=address_beside_loopback())
     assert sockets and all(is_loopback(address) for address, _ in sockets)
 
 
@@ -128,7 +115,7 @@ def rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rdma")
 def test_with_rdma_tls_and_auto_leave_ucx_no_tcp() -> None:
-    own = another_address()
+    own = address_beside_loopback()
     settings = _ucx_settings(TransferConfig(), own, True)
     assert settings == {
         "UCX_TLS": RDMA_TLS,

@@ -24,6 +24,7 @@ from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
 
 NOW = 1_700_000_000.0
+NOT_VALID = r"^the API key is not valid$"  # whatever the reason is
 BODY: dict[str, Any] = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
 
@@ -37,11 +38,14 @@ def test_a_key_is_found_by_its_id_and_refused_in_every_other_form():
     caller = ring.check(f"Bearer {key}", NOW)
     assert (caller.tenant, caller.key_id, caller.weight, caller.admin) == ("acme", entry.id, 2.0, False)
     assert ring.check(f"bearer  {key}", NOW) == caller
-    wrong = ["", "Bearer", "Bearer ", key, f"Basic {key}", f"Bearer {key}x", f"Bearer {key[:-1]}"]
+    for value in ("", key, f"Basic {key}"):
+        with pytest.raises(UnauthenticatedError, match=r"^an API key is needed"):
+            ring.check(value, NOW)
+    wrong = ["Bearer", "Bearer ", f"Bearer {key}x", f"Bearer {key[:-1]}"]
     wrong += [f"Bearer x{key}", "Bearer baton", "Bearer baton--", f"Bearer baton-{entry.id}-", "Bearer \xff"]
     wrong += [f"Bearer baton-{entry.id}-{entry.key_sha256}", f"Bearer {entry.key_sha256}"]
     for value in wrong:
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(UnauthenticatedError, match=NOT_VALID):
             ring.check(value, NOW)
     assert key not in repr(entry) and entry.key_sha256 not in repr(entry)
 
@@ -50,10 +54,10 @@ def test_expiry_and_revocation_end_a_key():
     end = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
     key, entry = new_key("acme", expires_at=end)
     assert KeyRing([entry]).check(f"Bearer {key}", NOW - 1).tenant == "acme"
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(UnauthenticatedError, match=NOT_VALID):
         KeyRing([entry]).check(f"Bearer {key}", NOW)
     revoked = entry.model_copy(update={"revoked": True, "expires_at": None})
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(UnauthenticatedError, match=NOT_VALID):
         KeyRing([revoked]).check(f"Bearer {key}", NOW)
 
 

@@ -31,6 +31,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
         ] = {}  # names of files whose first MiB is sent, and the rest on the event
         self.break_after: int | None = None
         self.token = ""
+        self.tokens: list[str] = []  # that clients sent
+        self.leads_to = ""  # a URL that files are fetched from instead
         self.asked: list[str] = []
 
     @property
@@ -47,6 +49,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        self.server.tokens += self.headers.get_all("authorization", [])
         if self.server.token and self.headers["authorization"] != f"Bearer {self.server.token}":
             self._answer(401, b"")
         elif self.path.startswith("/api/models/org/name/revision/main"):
@@ -56,6 +59,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     {"sha": COMMIT, "siblings": [_sibling(*one) for one in self.server.promised.items()]}
                 ).encode(),
             )
+        elif self.server.leads_to and not self.path.startswith("/api/"):
+            self._answer(302, b"", location=self.server.leads_to + self.path)
         elif self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
             self._send_file(self.path.rpartition(f"{COMMIT}/")[2])
         else:
@@ -83,9 +88,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         accepted = "gzip" in self.headers.get("accept-encoding", "")
         return (gzip.compress(body), "gzip") if accepted else (body, "identity")
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
         body, encoding = self._encoded(body)
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("content-encoding", encoding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()

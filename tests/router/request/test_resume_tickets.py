@@ -77,6 +77,15 @@ def test_it_is_for_as_much_as_was_admitted(more):
     assert refused(completion(ticket, n=4), tickets())
 
 
+def test_it_is_for_one_grammar() -> None:
+    """What a grammar allows decides how long an answer may become."""
+    grammar = common_pb2.Grammar(regex="[a-z]")
+    ticket = tickets().issue(completion(b"", grammar=grammar), NAME)
+    assert tickets().check(completion(ticket, grammar=grammar), NAME)
+    for other in (None, common_pb2.Grammar(regex="[a-z]*")):
+        assert refused(completion(ticket, grammar=other), tickets())
+
+
 def test_a_ticket_alone_is_that_of_a_request_that_was_charged():
     assert tickets().check(completion(tickets().issue(completion(b""), NAME), resume_tokens=[]), NAME)
 

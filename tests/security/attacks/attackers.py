@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import ClientTls
 from tests.security.attacks.endpoints import ENDPOINTS, PATHS
+from tests.security.attacks.grpc_frames import ACKNOWLEDGED, GREETING
 from tests.security.attacks.priority import lowest_priority
 from wire import inference_pb2, inference_pb2_grpc
 
@@ -87,7 +88,6 @@ LARGE_CALLS += [
     ("/v1/completions", {"prompt": [[3864] * 4000], "n": 2, "echo": True, "logprobs": 20, "max_tokens": 0})
 ]
 ADAPTER_CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
 
 class Attackers:
@@ -199,7 +199,7 @@ class Attackers:
 
         async def attack() -> str:
             async with self._connected(port, known=False) as (reader, writer):
-                writer.write(HTTP2_PREFACE)
+                writer.write(GREETING + ACKNOWLEDGED)  # else they end after header_seconds
                 while await reader.read(4096):
                     pass
             return "closed"

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.security.attacks.grpc_frames import GREETING, SETTINGS, frame
+from tests.security.attacks.grpc_frames import CONTINUATION, GREETING, HEADERS, SETTINGS, WINDOW_UPDATE, frame
 
-HEADERS, WINDOW_UPDATE, CONTINUATION = 1, 8, 9
 PIECE = 16 << 10
 CALL = {b":method": b"POST", b":scheme": b"http", b":path": b"/a", b":authority": b"x", b"te": b"trailers"}
 
@@ -46,8 +45,8 @@ ACCEPT_ENCODING = b"\x90"  # a field of HPACK's static table in one byte
 KINDS = {
     "literals": (HEAD, frame(CONTINUATION, 0, 1, 2 * literal(b"k", b"v" * 8000))),
     "references": (HEAD, frame(CONTINUATION, 0, 1, 500 * ACCEPT_ENCODING)),
-    "settings": (b"", frame(SETTINGS, 0, 0, b"")),
-    "window updates": (b"", frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4, "big"))),
+    "settings": (b"", frame(SETTINGS)),
+    "window updates": (b"", frame(WINDOW_UPDATE, payload=(1).to_bytes(4, "big"))),
 }
 
 

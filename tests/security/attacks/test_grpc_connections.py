@@ -19,9 +19,9 @@ from baton.client import Client
 from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
 from router.frontends.grpc.other_calls import CALLS_PER_CONNECTION, READ_SECONDS, READS
-from tests.harness.router import KeyFile
+from tests.harness.router import KeyFile, known_key
 from tests.harness.waiting import wait_for
-from tests.security.attacks.grpc_frames import ALONE, CHECK, WATCH, address, hold, unread, unread_calls
+from tests.security.attacks.grpc_frames import ALONE, CHECK, WATCH, address, empty_calls, hold, unread
 
 LIMIT = 8
 WATCHERS = 3
@@ -128,7 +128,7 @@ def test_late_watches_that_newer_ones_follow_still_count_for_their_connection(ro
         time.sleep(WRITE_SECONDS + 0.3)
         stack.enter_context(unread(address(router), WATCH, WATCHERS + 1))
         time.sleep(0.3)
-        first.sendall(unread_calls(WATCH, range(CALLS_PER_CONNECTION, CALLS_PER_CONNECTION + 1)))
+        first.sendall(empty_calls(WATCH, range(CALLS_PER_CONNECTION, CALLS_PER_CONNECTION + 1)))
         received = b""
         while b"grpc-status" not in received:
             received += first.recv(65536)
@@ -199,9 +199,7 @@ def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None
 
 
 def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyFile) -> None:
-    silent, key = threading.Event(), f"Bearer {keys.add('curious')}"
-    models = f"{router.http}/v1/models"
-    wait_for(lambda: httpx.get(models, headers={"authorization": key}).status_code == 200, 30, "known")
+    silent, metadata = threading.Event(), known_metadata(router, keys, "curious")
 
     def once() -> Iterator[bytes]:
         yield b"\x3a\x00"  # list_services
@@ -212,18 +210,14 @@ def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyF
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", None, None
         )
         began = time.monotonic()
-        answers = list(call(once(), timeout=20, metadata=(("authorization", key),)))
+        answers = list(call(once(), timeout=20, metadata=metadata))
         assert len(answers) == 1
         assert BODY_SECONDS * 0.9 < time.monotonic() - began < BODY_SECONDS + 10
     silent.set()
 
 
-def known(router: Any, keys: KeyFile, tenant: str, **fields: Any) -> tuple[tuple[str, str], ...]:
-    """Metadata with a key that the router has read."""
-    key = f"Bearer {keys.add(tenant, **fields)}"
-    models = f"{router.http}/v1/models"
-    wait_for(lambda: httpx.get(models, headers={"authorization": key}).status_code == 200, 30, "known")
-    return (("authorization", key),)
+def known_metadata(router: Any, keys: KeyFile, tenant: str, **fields: Any) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {known_key(router, keys.add(tenant, **fields))}"),)
 
 
 @contextlib.contextmanager
@@ -252,7 +246,7 @@ LIST_SERVICES = b"\x3a\x00"
 
 
 def test_a_reflection_stream_takes_a_place_and_gives_it_back(router: Any, keys: KeyFile) -> None:
-    metadata = known(router, keys, "single", max_concurrent_requests=1)
+    metadata = known_metadata(router, keys, "single", max_concurrent_requests=1)
     with asking(router, metadata, LIST_SERVICES) as first:
         assert b"baton.v1.Inference" in next(first)
         with asking(router, metadata, LIST_SERVICES) as second, pytest.raises(grpc.RpcError) as caught:
@@ -279,7 +273,7 @@ def question(size: int) -> bytes:
 
 
 def test_questions_of_reflection_have_a_length(router: Any, keys: KeyFile) -> None:
-    metadata = known(router, keys, "long")
+    metadata = known_metadata(router, keys, "long")
     with asking(router, metadata, question(1024)) as call:
         assert len(next(call)) > 1024, "it is repeated: there is no such file"
     for wrong, said in ((question(1025), "1025 bytes"), (b"\xff", "not valid protobuf")):
@@ -292,7 +286,7 @@ def test_questions_of_reflection_have_a_length(router: Any, keys: KeyFile) -> No
 
 def test_long_questions_of_reflection_are_not_kept(router: Any, keys: KeyFile) -> None:
     """64 of 8 MiB, whose answers are not read: their answers repeated them, and waited for ever."""
-    metadata = known(router, keys, "many")
+    metadata = known_metadata(router, keys, "many")
     process = psutil.Process(router.pid)
     with contextlib.ExitStack() as stack:
         calls = [stack.enter_context(asking(router, metadata, question((8 << 20) - 200))) for _ in range(64)]
@@ -347,7 +341,7 @@ LONG_NAME = b"\x0a\xf0\xff\xff\x03" + b"x" * ((8 << 20) - 16)  # of a service, i
 @pytest.mark.parametrize("path", [CHECK, b"/baton.v1.Inference/ListModels"])
 def test_compressed_messages_are_refused(router: Any, keys: KeyFile, path: bytes) -> None:
     """8 KiB without a key became 8 MiB in the router: eight connections took 1.2 GiB and delayed calls by 5 s."""
-    metadata = known(router, keys, "compressing")
+    metadata = known_metadata(router, keys, "compressing")
     with grpc.insecure_channel(router.grpc, options=ALONE, compression=grpc.Compression.Gzip) as channel:
         call = channel.unary_unary(path.decode(), None, None)
         with pytest.raises(grpc.RpcError) as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.harness.router import KeyFile, Router
+from tests.harness.router import KeyFile, Router, known_key
 from tests.harness.waiting import wait_for
 from tests.security.attacks.places_in_use import bearer, in_flight
 
@@ -32,7 +32,7 @@ def test_one_key_does_not_take_every_place(router: Router, keys: KeyFile) -> Non
         ).status_code
 
     for key in (greedy, other, ops):
-        wait_for(lambda key=key: ask(key) == 200, 30, "the key is known")
+        known_key(router, key)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {greedy}\r\ncontent-length: 9\r\n\r\n"
     with contextlib.ExitStack() as stack:
         for _ in range(PLACES + 2):

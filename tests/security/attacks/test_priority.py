@@ -8,8 +8,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import ForbiddenError
-from tests.harness.router import KeyFile, Router
-from tests.harness.waiting import wait_for
+from tests.harness.router import KeyFile, Router, known_key
 from tests.security.attacks.endpoints import ENDPOINTS, param
 
 NUMBERS = {"high": 7, "normal": 0, "batch": -3}
@@ -19,9 +18,8 @@ NUMBERS = {"high": 7, "normal": 0, "batch": -3}
 def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
     allowed: str | None, router: Router, keys: KeyFile
 ) -> None:
-    key = keys.add("acme", **({"max_priority": allowed} if allowed else {}))
+    key = known_key(router, keys.add("acme", **({"max_priority": allowed} if allowed else {})))
     headers = {"authorization": f"Bearer {key}"}
-    wait_for(lambda: httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200, 30, "known")
     order = ["batch", "normal", "high"]
     for asked, number in NUMBERS.items():
         fits = order.index(asked) <= order.index(allowed or "normal")

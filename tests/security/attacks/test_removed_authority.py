@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness.router import run_router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.grpc_frames import GREETING
 from tests.security.identities import client_tls
 
 
@@ -45,7 +46,7 @@ def open_one(
     address = router.address if port == "http" else ("127.0.0.1", int(router.grpc.rsplit(":", 1)[1]))
     greeting = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     if port == "grpc":
-        greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+        greeting = GREETING
     with (
         socket.create_connection(address, timeout=20) as sock,
         context.wrap_socket(sock, server_hostname="localhost", session=session) as wrapped,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import socket
 
-import httpx
 import pytest
 
 from router.frontends.http.short_chunks import MAX_SHORT_CHUNKS, SHORT_BYTES
-from tests.harness.router import KeyFile, Router
-from tests.harness.waiting import wait_for
+from tests.harness.router import KeyFile, Router, known_key
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nauthorization: Bearer {}\r\n\r\n"
 BODY = b'{"prompt":"a","max_tokens":1'
@@ -19,10 +17,7 @@ SPACE = b"1\r\n \r\n"
 
 @pytest.fixture(scope="module")
 def key(router: Router, keys: KeyFile) -> str:
-    made = keys.add("acme")
-    headers = {"authorization": f"Bearer {made}"}
-    wait_for(lambda: httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200, 30, "known")
-    return made
+    return known_key(router, keys.add("acme"))
 
 
 def chunk(data: bytes) -> bytes:

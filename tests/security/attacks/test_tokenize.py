@@ -15,9 +15,10 @@ import pytest
 
 from baton.client import Client, Message
 from cluster.errors import ContextLengthError, OverloadedError
-from tests.harness.router import KeyFile, Router
+from tests.harness.router import KeyFile, Router, known_key
 from tests.harness.waiting import wait_for
 from tests.security.attacks.endpoints import ENDPOINTS, param
+from tests.security.attacks.grpc_frames import NO_WINDOW, PREFACE, whole_call
 from tests.security.attacks.together import MODEL
 from wire import inference_pb2, inference_pb2_grpc
 
@@ -29,14 +30,8 @@ def settings() -> dict[str, object]:
     return {"model": str(MODEL), "max_concurrent_requests_per_tenant": 4, "write_seconds": 2.0}
 
 
-def known(router: Router, key: str) -> str:
-    headers = {"authorization": f"Bearer {key}"}
-    wait_for(lambda: httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200, 30, "known")
-    return key
-
-
 def test_a_text_beyond_the_context_is_refused_by_its_length(router: Router, keys: KeyFile) -> None:
-    with Client(router.grpc, api_key=known(router, keys.add("acme"))) as client:
+    with Client(router.grpc, api_key=known_key(router, keys.add("acme"))) as client:
         chat: list[Message] = [{"role": "user", "content": "a" * (4 << 20)}]
         for prompt in ("a" * (4 << 20), chat):
             began = time.monotonic()
@@ -48,7 +43,7 @@ def test_a_text_beyond_the_context_is_refused_by_its_length(router: Router, keys
 def test_texts_that_were_refused_leave_no_memory_behind(router: Router, keys: KeyFile) -> None:
     """Their calls' errors held them until Python's collector ran, and glibc kept the blocks even then."""
     process = psutil.Process(router.pid)
-    with Client(router.grpc, api_key=known(router, keys.add("acme"))) as client:
+    with Client(router.grpc, api_key=known_key(router, keys.add("acme"))) as client:
 
         def refused(times: int) -> int:
             for _ in range(times):
@@ -61,7 +56,7 @@ def test_texts_that_were_refused_leave_no_memory_behind(router: Router, keys: Ke
 
 
 def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
-    with Client(router.grpc, api_key=known(router, keys.add("few", requests_per_minute=3))) as client:
+    with Client(router.grpc, api_key=known_key(router, keys.add("few", requests_per_minute=3))) as client:
         for _ in range(3):
             assert client.tokenize("abc")
         with pytest.raises(OverloadedError) as caught:
@@ -71,7 +66,7 @@ def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
 
 def test_each_endpoint_that_counts_is_charged(router: Router, keys: KeyFile) -> None:
     """One request of the quota each, also one that is refused."""
-    headers = {"authorization": f"Bearer {known(router, keys.add('counts', requests_per_minute=8))}"}
+    headers = {"authorization": f"Bearer {known_key(router, keys.add('counts', requests_per_minute=8))}"}
     asked = [one for one in ENDPOINTS.values() if not one.dispatched]
     statuses = []
     for body in (lambda one: one.body(), lambda one: one.body(unknown=1), lambda one: one.body()):
@@ -84,7 +79,7 @@ def test_each_endpoint_that_counts_is_charged(router: Router, keys: KeyFile) -> 
 
 def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
     """While calls without a message hold the tenant's places, others of it are refused, and other tenants' are not."""
-    key, other = known(router, keys.add("many")), known(router, keys.add("other"))
+    key, other = known_key(router, keys.add("many")), known_key(router, keys.add("other"))
     metadata = (("authorization", f"Bearer {key}"),)
     with grpc.insecure_channel(router.grpc) as channel:
         method = "/baton.v1.Inference/Tokenize"
@@ -132,7 +127,7 @@ UNREAD = {
     [pytest.param(one, marks=pytest.mark.long) if one.endswith("/Embed") else one for one in UNREAD],
 )
 def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
-    key = known(router, keys.add(f"unread {method}", max_concurrent_requests=1))
+    key = known_key(router, keys.add(f"unread {method}", max_concurrent_requests=1))
     message = UNREAD[method]
     assert len(message) < 1 << 16, "within the server's first window"
     host, port = router.grpc.split(":")
@@ -154,7 +149,7 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
 @pytest.mark.long  # gRPC may need 20 s to see each client leave
 def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Router, keys: KeyFile) -> None:
     """Writing the answer failed with its connection, and the log got 2 KiB for each. The fixture looks there."""
-    key = known(router, keys.add("leaving", max_concurrent_requests=1))
+    key = known_key(router, keys.add("leaving", max_concurrent_requests=1))
     method = "baton.v1.Inference/Tokenize"
     host, port = router.grpc.split(":")
     for _ in range(2):
@@ -188,28 +183,4 @@ def _read_head(sock: socket.socket) -> None:
 
 def _unread_call(method: str, key: str, message: bytes) -> bytes:
     """HTTP/2 of a client whose window for answers is 0."""
-
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
-
-    headers = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": f"/{method}",
-        ":authority": "x",
-        "te": "trailers",
-        "content-type": "application/grpc",
-        "authorization": f"Bearer {key}",
-    }
-    block = b"".join(
-        b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
-        for name, value in headers.items()
-    )
-    body = b"\0" + len(message).to_bytes(4) + message
-    pieces = [body[at : at + 16_384] for at in range(0, len(body), 16_384)]
-    return (
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        + frame(4, 0, 0, b"\0\4" + bytes(4))  # SETTINGS_INITIAL_WINDOW_SIZE = 0
-        + frame(1, 4, 1, block)
-        + b"".join(frame(0, piece is pieces[-1], 1, piece) for piece in pieces)
-    )
+    return PREFACE + NO_WINDOW + whole_call(f"/{method}".encode(), 1, key, message)

@@ -15,12 +15,11 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from router.grpc_endpoint import GrpcEndpoint
-from tests.security.attacks.grpc_frames import ACKNOWLEDGED, GREETING, frame
+from tests.security.attacks.grpc_frames import ACKNOWLEDGED, END_HEADERS, GREETING, HEADERS, frame
 from tests.security.attacks.header_flood import (
     ACCEPT_ENCODING,
     FIELDS,
     HEAD,
-    HEADERS,
     KINDS,
 )
 
@@ -28,7 +27,6 @@ SECONDS = 1.0
 LATEST = 30.0  # gRPC's own time is 60 s
 PING = frame(6, 0, 0, bytes(8))
 ANSWERED_PING = frame(6, 1, 0, bytes(8))
-END_HEADERS = 4
 
 
 @pytest.fixture

@@ -19,10 +19,9 @@ from router.frontends.grpc.stream import GenerateStream
 from router.link.token import PlainToken
 from router.request.completion import Completion, Delta
 from tests.router.frontends.grpc.stub_call import StubDispatcher
-from tests.security.attacks.grpc_frames import GREETING, frame, unread_call
+from tests.security.attacks.grpc_frames import NO_WINDOW, PREFACE, WINDOW_UPDATE, frame, whole_call
 from wire import common_pb2
 
-WINDOW = (0, 4, 0, 0, 0, 0)  # the setting: a stream's first window is 0
 CREDIT = (1 << 16).to_bytes(4, "big")
 
 
@@ -63,10 +62,9 @@ async def test_an_unread_first_message_is_followed_by_a_status(served: tuple[Ser
     one, port = served
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer):
-        settings = frame(4, 0, 0, bytes(WINDOW))
-        writer.write(GREETING[:24] + settings + unread_call(b"/baton.v1.Inference/Generate", 1))
+        writer.write(PREFACE + NO_WINDOW + whole_call(b"/baton.v1.Inference/Generate", 1))
         assert isinstance(await asyncio.wait_for(one.ended, 20), CancelledError)
-        writer.write(frame(8, 0, 1, CREDIT))
+        writer.write(frame(WINDOW_UPDATE, 0, 1, CREDIT))
         received = b""
         async with asyncio.timeout(20):
             while b"grpc-status" not in received:
