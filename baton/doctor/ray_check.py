@@ -15,7 +15,9 @@ def check_ray_head(address: str, probe: Probe = probe) -> Check:
         case "responds":
             return Check(NAME, "ok", f"{address} responds")
         case "refuses":
-            return Check(NAME, "ok", f"{address} responds, and asks for its token, which this process does not have")
+            return Check(
+                NAME, "ok", f"{address} responds, and asks for its token, which this process does not have"
+            )
         case "silent":
             return Check(
                 NAME,

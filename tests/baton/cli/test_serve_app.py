@@ -242,9 +242,7 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: watch)
     monkeypatch.setattr(pools, "_reach", lambda head, stop: None)
     monkeypatch.setattr(pools, "_deploy", deploy)
-    monkeypatch.setattr(
-        pools, "_disconnect", lambda head, watch, has_pools: ended.append((head, has_pools))
-    )
+    monkeypatch.setattr(pools, "_disconnect", lambda head, watch, has_pools: ended.append((head, has_pools)))
     with nullcontext() if signalled else pytest.raises(SetupError):
         pools.pools(tmp_path / "pools")
     assert ended == [("h:1", True)]
