@@ -68,7 +68,7 @@ def pools(
     # Ray has put a handler of its own before that of SIGTERM: it aborts the process 3 s later, while the pools drain.
     _set_by_signals(stop)
     watch = RayHeadWatch(head, means="workers that serve go on; none is started, replaced or removed")
-    # Until then Serve's controller is not asked to end anything: it may serve others, and one that hangs would take its time.
+    # Before that, Serve's controller is not asked to end anything: it may serve others, or hang.
     has_pools = deployed
     try:
         if not deployed:

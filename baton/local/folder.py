@@ -103,7 +103,7 @@ def _own_folders(where: Path) -> Iterator[Path]:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether its owner is recorded, holds the lock no more, and lives no more. Raises OSError where there is no record."""
+    """Whether its owner is recorded, holds no lock, and lives no more. Raises OSError where there is no record."""
     lock = os.open(folder / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
