@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.local import folder
 from baton.local.cluster import LocalCluster
 from baton.local.folder import ClusterFolder, remove_left
 from baton.local.options import UpOptions
+from baton.processes import sessions
 
 ROOT = Path(__file__).resolve().parents[3]
 OWNER = """
@@ -97,9 +97,7 @@ def with_a_linked_record(parent: Path) -> Path:
 
 def of_a_process_that_lives(parent: Path) -> Path:
     """Without a lock: on a file system that has none."""
-    return left(
-        parent, record=json.dumps({"pid": os.getpid(), "started": folder.sessions.started(os.getpid())})
-    )
+    return left(parent, record=json.dumps({"pid": os.getpid(), "started": sessions.started(os.getpid())}))
 
 
 def not_yet_recorded(parent: Path) -> Path:
