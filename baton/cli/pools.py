@@ -97,6 +97,12 @@ def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
     """The pools, checked before Ray is waited for. Raises ConfigError."""
     from baton.ray_pools.serve_app import ROLES, PoolDescription
 
+    for role in ROLES:
+        workers = described.get(role) or []
+        if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
+            raise ConfigError(
+                f"--config: {role} must be a list of workers, each with its settings", field=role
+            )
     found: dict[Role, PoolDescription] = {
         role: PoolDescription(replicas=len(alike), config=alike[0])
         for role in ROLES
