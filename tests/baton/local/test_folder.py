@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -120,6 +121,15 @@ def test_a_folder_of_another_user_stays(temporary: Path, monkeypatch: pytest.Mon
     path = left(temporary)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
     assert remove_left() == [] and path.exists()
+
+
+def test_a_folder_whose_record_is_locked_stays(temporary: Path) -> None:
+    """Its owner may run in another container, whose pids are not seen here."""
+    path = left(temporary)
+    with (path / "owner").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert remove_left() == [] and path.exists()
+    assert remove_left() == [path]
 
 
 def test_a_pid_that_another_process_has_now_is_no_owner(temporary: Path) -> None:
