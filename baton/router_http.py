@@ -12,7 +12,7 @@ import orjson
 from cluster.errors import ConfigError, UnauthenticatedError, UnavailableError
 from cluster.redis.urls import without_password
 from cluster.security.tls import ClientTls
-from loadgen.reach import UNTRUSTED
+from loadgen.reach import LAST_PORT, UNTRUSTED
 
 TIMEOUT_SECONDS = 5.0
 # Keys are parts of OpenSSL's messages
@@ -42,7 +42,10 @@ class RouterHttp:
     def get(self, path: str) -> bytes:
         """Return the body of a GET. Raises UnavailableError or UnauthenticatedError."""
         try:
-            answer = self._client.get(f"{self._url}{path}")
+            url = httpx.URL(f"{self._url}{path}")
+            if (url.port or 0) > LAST_PORT:  # else the C library would take another one
+                raise httpx.InvalidURL(f"ports end at {LAST_PORT}")
+            answer = self._client.get(url)
         except httpx.RemoteProtocolError as error:
             raise UnavailableError(
                 f"{self.address} does not serve HTTP ({error}): name a router's HTTP port (8000 by default), not its gRPC "

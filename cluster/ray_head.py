@@ -23,19 +23,21 @@ from cluster.protocol.times import RAY_HEAD_LOST_SECONDS, RAY_HEAD_PROBE_SECONDS
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-# responds; silent: no answer in time; absent: nothing listens there, or there is no route
-Reply = Literal["responds", "silent", "absent"]
+# responds; refuses: responds, and does not accept the token; silent: no answer in time; absent: nothing listens there, or
+# there is no route
+Reply = Literal["responds", "refuses", "silent", "absent"]
 Probe = Callable[[str, float], Reply]
+_RESPONSES: tuple[Reply, ...] = ("responds", "refuses")
 _METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _LOOK_SECONDS = 0.1
 _ATTEMPT_SECONDS = 0.5
 
 
-def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = "") -> Reply:
-    """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most. `token`: Ray's, by default the
-    environment's. Raises SetupError if a file that Ray's environment names cannot be read.
+def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str | None = None) -> Reply:
+    """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most. `token`: Ray's, "" for none, by
+    default the environment's. Raises SetupError if a file that Ray's environment names cannot be read.
 
-    An error of the head's own (a wrong token, for example) is a response, too.
+    An error of the head's own is a response, too.
     """
     with _channel(address) as channel:
         call = channel.unary_unary(_METHOD, None, None)  # the empty request, as it is
@@ -45,6 +47,8 @@ def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = ""
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return "silent"
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                return "refuses"
             return "absent" if code is grpc.StatusCode.UNAVAILABLE else "responds"
     return "responds"
 
@@ -59,12 +63,17 @@ def _channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, cert), options)
 
 
-def _metadata(token: str) -> tuple[tuple[str, str], ...]:
-    token = token or os.environ.get("RAY_AUTH_TOKEN", "")
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    token = _environments_token() if token is None else token
+    return (("authorization", f"Bearer {token.strip()}"),) if token else ()
+
+
+def _environments_token() -> str:
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
     file = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if not token and file and Path(file).is_file():
         token = _content(file).decode(errors="replace")
-    return (("authorization", f"Bearer {token.strip()}"),) if token else ()
+    return token
 
 
 def _content(file: str) -> bytes:
@@ -119,7 +128,7 @@ class RayHeadWatch:
         while not self._closed.is_set():
             reply = self._ask()
             self.look(reply)
-            self._closed.wait(RAY_HEAD_PROBE_SECONDS if reply == "responds" else _ATTEMPT_SECONDS)
+            self._closed.wait(RAY_HEAD_PROBE_SECONDS if reply in _RESPONSES else _ATTEMPT_SECONDS)
 
     def _ask(self) -> Reply:
         try:
@@ -134,10 +143,11 @@ class RayHeadWatch:
 
     def look(self, reply: Reply) -> None:
         """Count the time since the last reply. More than two probes' time of it was this process's own stop."""
-        self.has_responded = self.has_responded or reply == "responds"
+        responds = reply in _RESPONSES
+        self.has_responded = self.has_responded or responds
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * RAY_HEAD_PROBE_SECONDS), now
-        before, self._silent = self._silent, 0.0 if reply == "responds" else self._silent + passed
+        before, self._silent = self._silent, 0.0 if responds else self._silent + passed
         if before < RAY_HEAD_SILENT_SECONDS <= self._silent:
             log.error("%s: %s", self.why_silent, self._means)
         elif before >= RAY_HEAD_SILENT_SECONDS and not self._silent:
@@ -161,11 +171,17 @@ def wait_for_head(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Wait until the head responds: one that is absent for `seconds`, because it may be starting, one that is silent for
-    RAY_HEAD_LOST_SECONDS. Raises SetupError, also once `stop` is set."""
+    RAY_HEAD_LOST_SECONDS. Raises SetupError, at once where it refuses the token, and once `stop` is set."""
     stop = stop or threading.Event()
     began = clock()
     silent_since: float | None = None
     while (reply := probe(address, RAY_HEAD_PROBE_SECONDS)) != "responds":
+        if reply == "refuses":  # a token stays as it is while processes run
+            raise SetupError(
+                f"Ray's head at {address} refuses this process's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
+                "the token that the head was started with",
+                field="ray_address",
+            )
         now = clock()
         if reply == "silent":
             silent_since = now if silent_since is None else silent_since

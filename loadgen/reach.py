@@ -17,6 +17,7 @@ _HOST_PORT = re.compile(
 _PORTS = {"http": 80, "https": 443}
 # Of names that gRPC resolves: `dns:///host:port`, `unix:/path`, …
 _GRPC_SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+LAST_PORT = 65535
 _GRPC_PORT = 443  # where gRPC connects to if an address has none
 # What a client of HTTP/2 sends first: the preface, and empty settings
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -44,6 +45,8 @@ def why_unreachable(address: str) -> str:
     port = found and (int(found["port"]) if found["port"] else _PORTS.get(found["scheme"] or ""))
     if found is None or not port:
         return ""
+    if port > LAST_PORT:  # else the C library would take another one
+        return f"ports end at {LAST_PORT}"
     host = found["v6"] or found["host"]
     if not found["scheme"] and _by_proxy(host):
         return ""

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import ValidationError
 
 from baton.cli.flags import Flags
 from baton.cli.output import say
+from cluster.config.base import flag_text
+from cluster.config.reasons import reason
 from cluster.errors import ConfigError
 from cluster.security.keys import KeyEntry, new_key
 
@@ -45,8 +48,12 @@ def new(
         fields["expires_at"] = end.replace(microsecond=0)
     try:
         key, entry = new_key(tenant, **fields)
-    except ValueError as error:
-        raise ConfigError(f"no such key can be made: {error}", field="keys") from error
+    except ValidationError as error:
+        problem = error.errors(include_input=False)[0]
+        named = "".join(f"{flag_text(str(part))}: " for part in problem["loc"][:1])
+        raise ConfigError(
+            f"no such key can be made: {named}{reason(problem, KeyEntry)}", field="keys"
+        ) from None
     shown = entry.model_dump(mode="json", exclude_defaults=True)
     typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")
     typer.echo("# The entry for the keys file:")

@@ -68,8 +68,12 @@ def pools(
     # Ray has put a handler of its own before that of SIGTERM: it aborts the process 3 s later, while the pools drain.
     _set_by_signals(stop)
     watch = RayHeadWatch(head, means="workers that serve go on; none is started, replaced or removed")
+    # Before that, Serve's controller is not asked to end anything: it may serve others, or hang.
+    has_pools = deployed
     try:
         if not deployed:
+            _reach(head, stop)
+            has_pools = True
             _deploy(head, found, described, stop)
             say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
@@ -80,7 +84,7 @@ def pools(
     except RuntimeError as error:
         raise SetupError(f"the pools did not start: {error}") from error
     finally:
-        _disconnect(head, watch)
+        _disconnect(head, watch, has_pools=has_pools)
 
 
 def _set_by_signals(stop: threading.Event) -> threading.Event:
@@ -93,6 +97,12 @@ def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
     """The pools, checked before Ray is waited for. Raises ConfigError."""
     from baton.ray_pools.serve_app import ROLES, PoolDescription
 
+    for role in ROLES:
+        workers = described.get(role) or []
+        if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
+            raise ConfigError(
+                f"--config: {role} must be a list of workers, each with its settings", field=role
+            )
     found: dict[Role, PoolDescription] = {
         role: PoolDescription(replicas=len(alike), config=alike[0])
         for role in ROLES
@@ -101,6 +111,21 @@ def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
     for pool in found.values():
         pool.worker()
     return found
+
+
+def _reach(head: str, stop: threading.Event) -> None:
+    """Wait for Serve's controller, if there is one. Raises SetupError if it or Ray's head does not respond, or `stop` is
+    set meanwhile."""
+    from baton.ray_pools.deploy import reach_controller
+
+    call_ray(
+        head,
+        "the search for Serve's controller",
+        lambda: reach_controller(stop),
+        math.inf,
+        stop=stop,
+        stop_seconds=STOP_SECONDS,
+    )
 
 
 def _deploy(
@@ -123,18 +148,22 @@ def _deploy(
     )
 
 
-def _disconnect(head: str, watch: RayHeadWatch) -> None:
-    """End the pools if Ray's head responds, within END_SECONDS; else they stay, and the exit code will be 1."""
-    from baton.ray_pools.deploy import shutdown
+def _disconnect(head: str, watch: RayHeadWatch, *, has_pools: bool) -> None:
+    """End the pools, if this process `has_pools`, and if Ray's head responds, within END_SECONDS; else they stay, and the
+    exit code will be 1."""
+    from baton.ray_pools.deploy import disconnect, shutdown
 
     silent = watch.why_silent
     watch.close()
     try:
         if silent:
             raise SetupError(silent)
-        call_ray(head, "the end of the pools", shutdown, END_SECONDS)
+        if has_pools:
+            call_ray(head, "the end of the pools", shutdown, END_SECONDS)
+        else:
+            call_ray(head, "the end of the connection", disconnect, END_SECONDS)
     except SetupError as error:
-        say(f"the pools stay as they are: {error.message}")
+        say(f"the pools stay as they are: {error.message}" if has_pools else error.message)
         # Before Ray's exit handler, which would wait for the head: the last one registered is called first.
         atexit.register(_exit_at_once)
 

@@ -14,6 +14,10 @@ def check_ray_head(address: str, probe: Probe = probe) -> Check:
     match probe(address, PROBE_SECONDS):
         case "responds":
             return Check(NAME, "ok", f"{address} responds")
+        case "refuses":
+            return Check(
+                NAME, "ok", f"{address} responds, and asks for its token, which this process does not have"
+            )
         case "silent":
             return Check(
                 NAME,

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import redis
 
 from baton.local import children
 from baton.local.children import Child
+from baton.local.folder import ClusterFolder, remove_left
 from baton.local.options import UpOptions, without_secrets
 from baton.local.ray_pools import RayPools, launch
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
@@ -63,8 +62,9 @@ class LocalCluster:
         self._options = options
         self._start_seconds = start_seconds
         self._progress = progress
-        self._dir = _make_folder()
-        self._logs = self._dir / "logs"
+        remove_left()
+        self._folder = ClusterFolder()
+        self._dir, self._logs = self._folder.path, self._folder.logs
         self._redis: EmbeddedRedis | None = None
         self._redis_url = ""  # of the embedded one, once it runs
         self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
@@ -185,20 +185,10 @@ class LocalCluster:
             self._redis.stop()
         if self._options.state_file is not None and self._written is not None:
             self._written.remove(self._options.state_file)
-        if keep_logs and self._where_logs_are():
-            self._remove_all_but_logs()
-        else:
-            shutil.rmtree(self._dir, ignore_errors=True)
+        self._folder.remove(keep_logs=keep_logs and bool(self._where_logs_are()))
 
     def _where_logs_are(self) -> str:
         return f"\nlogs: {self._logs}" if any(self._logs.iterdir()) else ""
-
-    def _remove_all_but_logs(self) -> None:
-        for path in self._dir.iterdir():
-            if path.is_dir() and path != self._logs:
-                shutil.rmtree(path, ignore_errors=True)
-            elif path != self._logs:
-                path.unlink(missing_ok=True)
 
     def _all_children(self) -> list[Child]:
         ray = self._ray.children if self._ray is not None else []
@@ -372,18 +362,6 @@ class LocalCluster:
             pid=os.getpid(),
             logs=str(self._logs),
         )
-
-
-def _make_folder() -> Path:
-    """Create the folder for this cluster's files. Raises SetupError."""
-    try:
-        made = Path(tempfile.mkdtemp(prefix="baton-"))
-        (made / "logs").mkdir()
-    except OSError as error:
-        raise SetupError(
-            f"no folder can be made for the cluster's files: {error}; set TMPDIR to one with room"
-        ) from error
-    return made
 
 
 def _port(address: str) -> int:

@@ -18,7 +18,7 @@ _HUB = re.compile(
     r"(?P<name>\w[\w.-]*/\w[\w.-]*?)(?:(?:@|/(?:tree|blob)/)(?P<revision>[\w.-]+))?\Z"
 )
 _NAME = re.compile(r"[\w.-]+\Z")
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):/")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(?:/|\Z)")
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 
@@ -78,11 +78,12 @@ def _from_elsewhere(given: str) -> str:
             f". A model of the Hugging Face Hub is downloaded first: baton fetch {source} --out {name}, then "
             f"baton up {name}"
         )
-    if found := _SCHEME.match(given):
+    found = _SCHEME.match(given)
+    if found and found[1] != "hf":
         return (
             f". {found[1]}:// sources are not downloaded: copy the model to a local directory, and name that"
         )
-    if _NAME.match(given):
+    if found or _NAME.match(given):
         return (
             ". Models of the Hugging Face Hub are named ORG/NAME: baton fetch hf://ORG/NAME --out DIR, then "
             "baton up DIR"

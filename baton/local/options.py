@@ -18,6 +18,7 @@ from baton.local.model_directory import check_place
 from baton.local.tls import LocalTls
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
+from cluster.config.reasons import reason
 from cluster.config.router import FurtherModel, RouterConfig
 from cluster.config.speculation import without_drafts
 from cluster.config.unknown import no_such_setting
@@ -147,7 +148,7 @@ class UpOptions(Frozen):
                 raise ConfigError(
                     f"--config: {no_such_setting(model, problem['loc'])} ({kind})", field=dotted
                 ) from None
-            raise _as_config_error(problem["loc"], problem["msg"].removeprefix("Value error, ")) from None
+            raise _as_config_error(problem["loc"], reason(problem, model)) from None
 
     @cached_property
     def _machine(self) -> memory.Machine:

@@ -38,7 +38,8 @@ def deploy(
     autoscaling: ServeAutoscalingConfig | None,
     stop: threading.Event,
 ) -> None:
-    """Deploy the pools and return when they run, or soon after `stop` is set: nothing is deployed after the return.
+    """Deploy the pools and return when they run, or soon after `stop` is set: nothing is deployed after the return. Call
+    `reach_controller` before: Serve would wait for a controller that hangs without a limit.
 
     With `autoscaling` the pools begin as large as `pools` says and one policy sizes both.
     Raises SetupError if a replica cannot start, the pools do not run in time, or `stop` is set before they do.
@@ -47,8 +48,6 @@ def deploy(
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
     from ray.serve.api import _run
 
-    _check(stop)
-    _reach_controller(stop)
     _check(stop)
     serve.start(proxy_location="Disabled")
     _check(stop)
@@ -129,6 +128,13 @@ def shutdown() -> None:
     ray.shutdown()
 
 
+def disconnect() -> None:
+    """End this process's connection to Ray, and nothing else."""
+    import ray
+
+    ray.shutdown()
+
+
 def _controller() -> Any:
     """Serve's controller, by its name alone, which Ray's head answers; None if there is none. Serve's own client asks the
     controller itself when it is made, without a limit of time, and would wait for one that hangs."""
@@ -141,7 +147,7 @@ def _controller() -> Any:
         return None
 
 
-def _reach_controller(stop: threading.Event) -> None:
+def reach_controller(stop: threading.Event) -> None:
     """Wait for a controller that exists, as Serve's start would without a limit. Raises SetupError if it does not answer,
     or `stop` is set meanwhile."""
     import ray

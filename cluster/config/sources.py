@@ -22,6 +22,7 @@ from pydantic_settings import (
 
 from cluster.config.base import Frozen
 from cluster.config.environment import SETTINGS, not_json
+from cluster.config.reasons import reason
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
 from cluster.config.speculation import without_drafts
 from cluster.config.unknown import no_such_setting
@@ -163,7 +164,9 @@ def _explain(error: ValidationError, config: type[Frozen]) -> str:
 def _sentence(problem: ErrorDetails, config: type[Frozen]) -> str:
     if problem["type"] == "extra_forbidden":
         return no_such_setting(config, problem["loc"]) + _hint(problem["input"])
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{_hint(problem['input'])}"
+    if problem["type"] == "missing":
+        return reason(problem, config)
+    return f"{'.'.join(map(str, problem['loc']))}: {reason(problem, config)}{_hint(problem['input'])}"
 
 
 def _hint(value: Any) -> str:

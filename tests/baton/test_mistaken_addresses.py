@@ -141,6 +141,16 @@ def test_a_load_without_tls_reads_no_certificates(said, monkeypatch):
         said("load", "--protocol", "http", "--target", "https://127.0.0.1:1", code=2)
 
 
+def test_a_port_that_is_none(said):
+    """The C library takes the number's last 16 bits, and reports what listens there."""
+    for command, flag, address in (
+        ("generate hi", "--target", "127.0.0.1:99999"),
+        ("top --once", "--url", "http://127.0.0.1:99999"),
+    ):
+        found = said(*command.split(), flag, address)
+        assert "ports end at 65535" in found
+
+
 def test_a_host_that_is_no_name(said):
     assert "no router answers at a..b:5" in said("generate", "hello", "--target", "a..b:5")
 

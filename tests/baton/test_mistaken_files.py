@@ -74,6 +74,15 @@ def test_a_folder_or_other_content_where_a_file_belongs(model, said, tmp_path):
     assert f"--config {other} is no JSON: " in said("pools", "--config", str(other))
     other.write_text("[]")
     assert f"--config {other} describes no pools" in said("pools", "--config", str(other))
+    for workers in ("3", "[3]", '{"role": "prefill"}'):
+        other.write_text(f'{{"prefill": {workers}}}')
+        found = said("pools", "--config", str(other))
+        assert "--config: prefill must be a list of workers, each with its settings" in found
+
+
+def test_a_key_of_nobody(said):
+    found = said("keys", "new", "--tenant", "")
+    assert found == "baton: no such key can be made: --tenant: String should have at least 1 character [keys]"
 
 
 def test_a_place_for_a_download_is_looked_at_before_the_hub_is_asked(said, monkeypatch, tmp_path):

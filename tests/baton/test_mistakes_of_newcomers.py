@@ -91,7 +91,8 @@ def test_other_names_of_models_say_what_to_do(said, tmp_path):
     assert "s3:// sources are not downloaded: copy the model to a local directory" in said(
         "up", "s3://bucket/model"
     )
-    assert "named ORG/NAME: baton fetch hf://ORG/NAME --out DIR" in said("up", "mistral")
+    for name in ("mistral", "hf://"):
+        assert "named ORG/NAME: baton fetch hf://ORG/NAME --out DIR" in said("up", name)
     (tmp_path / "m.gguf").touch()
     assert "GGUF is not supported, safetensors are" in said("up", str(tmp_path / "m.gguf"))
 
@@ -163,6 +164,16 @@ def test_a_path_that_is_not_there_is_no_name_on_the_hub(said):
     assert said("up", "../none") == "baton: --model ../none: no such directory [model]"
 
 
+def test_one_process_without_a_model(said):
+    router = said("router")
+    assert "model is missing (model directory: tokenizer" in router
+    assert "give --model, BATON_MODEL, or name it in the file of --config" in router
+    worker = said("prefill")
+    assert (
+        "engine.model is missing (Hugging Face model directory): give --model, BATON_ENGINE__MODEL" in worker
+    )
+
+
 def test_a_model_that_is_named_twice(model, said):
     assert "named twice, by [MODEL] and by --model" in said("up", str(model), "--model", str(model), code=2)
 
@@ -189,6 +200,7 @@ SETTINGS = [
     (("--decode-tp", "-2"), "--decode-tp must be at least 1"),
     (("--threads", "0"), "--threads: Input should be greater than or equal to 1"),
     (("--max-batch-tokens", "-5"), "--max-batch-tokens: Input should be greater than or equal to 1"),
+    (("--device", "gpu"), "--device: write auto, cpu, cuda (rank n on the node's n-th card) or cuda:N"),
     (("--kv-memory", "-1"), "--kv-memory: '-1' is not a size; write for example 512MiB"),
 ]
 

@@ -52,9 +52,29 @@ def gcs() -> Iterator[str]:
     server.stop(None)
 
 
-@pytest.mark.parametrize("token", ["right", "wrong"])
-def test_an_answer_of_any_kind_is_a_response(token: str, gcs: str) -> None:
-    assert probe(gcs, 10.0, token) == "responds"
+@pytest.mark.parametrize(("token", "reply"), [("right", "responds"), ("wrong", "refuses"), ("", "refuses")])
+def test_a_head_that_refuses_the_token_says_so(
+    token: str, reply: Reply, gcs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is none, not that of the environment."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "right")
+    assert probe(gcs, 10.0, token) == reply
+    assert probe(gcs, 10.0) == "responds"
+
+
+def test_a_refused_token_is_no_silence(unasked: None) -> None:
+    watch = RayHeadWatch(HEAD, means="", clock=(clock := Clock()))
+    clock.now += RAY_HEAD_SILENT_SECONDS
+    watch.look("refuses")
+    assert watch.has_responded and watch.silent_seconds == 0.0
+
+
+def test_a_start_with_a_wrong_token_ends_at_once() -> None:
+    clock = Clock()
+    with pytest.raises(SetupError, match="refuses this process's token: set RAY_AUTH_MODE=token") as raised:
+        wait_for_head(HEAD, 60.0, probe=Head(clock, "refuses"), clock=clock)
+    assert HEAD in raised.value.message and raised.value.field == "ray_address"
+    assert clock.now - 100.0 == RAY_HEAD_PROBE_SECONDS
 
 
 def test_a_head_that_accepts_and_says_nothing_is_silent() -> None:

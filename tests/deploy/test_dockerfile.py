@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -191,7 +192,8 @@ def test_code_is_the_last_layer(target: str) -> None:
     copied = {
         source for stage in _lineage(packages) for origin, sources in stage.copies for source in sources
     }
-    assert copied <= {"constraints.txt", "deploy/docker/trim.sh", *copied_requirements(packages)}
+    scripts = {"deploy/docker/trim.sh", "deploy/docker/check_cuda.py"}
+    assert copied <= {"constraints.txt", *scripts, *copied_requirements(packages)}
 
 
 def copied_requirements(packages: str) -> set[str]:
@@ -215,6 +217,46 @@ def test_an_image_has_the_packages_of_its_kind(extras: str, targets: set[str]) -
 
 def _roles(template: str, role: str) -> str:
     return template.replace("{{ $role }}", role)
+
+
+def test_an_image_for_cuda_is_checked_after_its_last_package() -> None:
+    """A package that wants another torch replaces it."""
+    steps = [part.strip() for run in _parse()[1]["packages-cuda"].all("RUN") for part in run.split("&&")]
+    assert steps[-2:] == ['python check_cuda.py "${CUDA_INDEX}"', "sh trim.sh"]
+    assert not any("check_cuda" in run for run in _parse()[1]["packages-ray"].all("RUN"))
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ('__version__ = "2.9.1+cu130"\ncuda: str | None = "13.0"\nhip: str | None = None', ""),
+        (
+            '__version__ = "2.9.1+cpu"\ncuda = None',
+            "torch 2.9.1+cpu, installed from https://i, is a build for CPUs",
+        ),
+        (
+            '__version__ = "2.9.1"\ncuda = None\nhip = "7.0"',
+            "is a build for ROCm: name an index of CUDA builds",
+        ),
+        ("", "torch is not installed: https://i has none for this platform"),
+    ],
+    ids=["cuda", "cpu", "rocm", "none"],
+)
+def test_a_torch_that_is_no_cuda_build_fails_the_build_with_a_sentence(
+    version: str, said: str, tmp_path: Path
+) -> None:
+    if version:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('it is imported')")
+        (tmp_path / "torch" / "version.py").write_text(version)
+    shutil.copy(DOCKER / "check_cuda.py", tmp_path)
+    # Without site-packages, where this environment's torch lies
+    command = [sys.executable, "-S", "check_cuda.py", "https://i"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == ((1, 1) if said else (0, 0)), done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize("name", [*_parse()[1]])

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cli.pools import RAY_SECONDS
+from baton.ray_pools import deploy
 from tests.conftest import Checkpoint
 from tests.harness.waiting import wait_for
 
@@ -70,19 +72,10 @@ def test_a_stopped_controller_is_named_and_ends_the_start(
     config = tmp_path / "pools.json"
     config.write_text(json.dumps({"prefill": [{"role": "prefill", "engine": engine}]}))
     log = tmp_path / "pools.log"
+    command = [sys.executable, "-m", "baton", "pools", "--config", str(config), "--address", serve.address]
     os.kill(serve.controller, signal.SIGSTOP)
     try:
         with log.open("wb") as output:
-            command = [
-                sys.executable,
-                "-m",
-                "baton",
-                "pools",
-                "--config",
-                str(config),
-                "--address",
-                serve.address,
-            ]
             pools = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         wait_for(
             lambda: (
@@ -93,10 +86,32 @@ def test_a_stopped_controller_is_named_and_ends_the_start(
         )
         assert pools.poll() is None, log.read_text()
         pools.terminate()  # else it would wait for the controller's whole time
-        assert pools.wait(80) == 1
-        last = log.read_text().splitlines()[-1]
-        assert last.startswith("the pools stay as they are: Serve's controller has not ended them"), (
-            log.read_text()
-        )
+        # Nothing was deployed, so there is nothing that the controller would have to end.
+        assert pools.wait(deploy.SHUTDOWN_SECONDS / 2) == 0, log.read_text()
+        assert "Serve's controller has not responded" in log.read_text().splitlines()[-1]
     finally:
         os.kill(serve.controller, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RAY_AUTH_TOKEN": "0" * 64}, "refuses this process's token: set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "disabled"}, "refuses this process's token: set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_TOKEN": ""}, "RAY_AUTH_MODE is token, and this process has none: set RAY_AUTH_TOKEN"),
+    ],
+    ids=["wrong", "not sent", "missing"],
+)
+def test_a_token_that_the_head_refuses_is_named(
+    change: dict[str, str], sentence: str, serve: Serve, tmp_path: Path
+) -> None:
+    """The end of a time limit would name no cause."""
+    config = tmp_path / "pools.json"
+    config.write_text("{}")
+    command = [sys.executable, "-m", "baton", "pools", "--config", str(config), "--address", serve.address]
+    environment = {**os.environ, "HOME": str(tmp_path), **change}  # where a token of the user's may lie
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=RAY_SECONDS - 10, check=False
+    )
+    assert done.returncode == 1 and sentence in done.stderr, done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -12,7 +12,7 @@ from functools import partial
 
 from cluster.errors import SetupError
 from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
-from cluster.ray_head import call_ray, wait_for_head
+from cluster.ray_head import call_ray, probe, wait_for_head
 
 RETRY_SECONDS = 1.0
 START_SECONDS = 300.0
@@ -31,7 +31,7 @@ def connect_to_ray(address: str, seconds: float = START_SECONDS, stop: threading
     while not ray.is_initialized():
         try:
             head = head_address(address)
-            wait_for_head(head, deadline - time.monotonic(), stop)
+            wait_for_head(head, deadline - time.monotonic(), stop, partial(probe, token=_token()))
             call_ray(head, "connecting to Ray", partial(_init, address, head), CONNECT_SECONDS, stop=stop)
         except (ConnectionError, RuntimeError, ValueError) as error:
             if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
@@ -52,6 +52,23 @@ def head_address(address: str) -> str:
     if head is None:
         raise ConnectionError(f"{address} names no running Ray")
     return str(head)
+
+
+def _token() -> str:
+    """The token that Ray sends from this process, "" for none. A head that refuses it answers the probe at once, and
+    `ray.init` only says that it failed to connect, 10 s later. Raises SetupError if Ray is to send one and has none."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
+
+    try:
+        headers: dict[str, str] = AuthenticationTokenLoader.instance().get_token_for_http_header()
+    except AuthenticationError:
+        raise SetupError(
+            "RAY_AUTH_MODE is token, and this process has none: set RAY_AUTH_TOKEN to the token that Ray's head was "
+            "started with",
+            field="ray_address",
+        ) from None
+    return headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _init(address: str, head: str) -> None:

@@ -103,7 +103,7 @@ def test_pools_whose_head_hangs_are_left_as_they_are(
     silent: Any = SimpleNamespace(
         why_silent="Ray's head at h:1 has not responded for 9 s", close=lambda: None
     )
-    pools._disconnect("h:1", silent)
+    pools._disconnect("h:1", silent, has_pools=True)
     assert handlers == [pools._exit_at_once]
     assert "the pools stay as they are: Ray's head at h:1" in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_an_end_that_blocks_while_the_head_responds_has_a_deadline(
     monkeypatch.setattr(deploy, "shutdown", never.wait)
     monkeypatch.setattr(deploy, "deploy", lambda *_: never.wait())
     watch: Any = SimpleNamespace(why_silent="", close=lambda: None)
-    pools._disconnect("h:1", watch)
+    pools._disconnect("h:1", watch, has_pools=True)
     assert handlers == [pools._exit_at_once]
     assert "the end of the pools by Ray's head at h:1 did not end within" in capsys.readouterr().out
     stop = threading.Event()
@@ -193,7 +193,7 @@ def test_a_controller_that_hangs_fails_the_end_of_the_pools(
     monkeypatch.setattr(deploy, "SHUTDOWN_SECONDS", 0.01)
     Serve(monkeypatch, math.inf, hangs=True)
     watch: Any = SimpleNamespace(why_silent="", close=lambda: None)
-    pools._disconnect("h:1", watch)
+    pools._disconnect("h:1", watch, has_pools=True)
     assert handlers == [pools._exit_at_once]
     said = capsys.readouterr().out
     assert "the pools stay as they are: Serve's controller has not ended them within" in said
@@ -205,17 +205,17 @@ def test_a_controller_that_hangs_fails_a_deployment_before_serve_waits_for_it(
 ) -> None:
     stop = threading.Event()
     Serve(monkeypatch, 0)
-    deploy._reach_controller(stop)  # there is none
+    deploy.reach_controller(stop)  # there is none
     Serve(monkeypatch, 1)
-    deploy._reach_controller(stop)
+    deploy.reach_controller(stop)
     monkeypatch.setattr(deploy, "CONTROLLER_SECONDS", 0.01)
     Serve(monkeypatch, 1, hangs=True)
     with pytest.raises(SetupError, match=r"Serve's controller has not responded .* ray::ServeController"):
-        deploy._reach_controller(stop)
+        deploy.reach_controller(stop)
     monkeypatch.setattr(deploy, "CONTROLLER_SECONDS", math.inf)
     stop.set()
     with pytest.raises(SetupError, match="the deployment of the pools was stopped"):
-        deploy._reach_controller(stop)
+        deploy.reach_controller(stop)
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -233,18 +233,19 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     def deploy(*_: object) -> None:
         raise SetupError("the deployment of the pools was stopped")
 
-    ended: list[str] = []
+    ended: list[tuple[str, bool]] = []
     watch = SimpleNamespace(why_silent="", close=lambda: None)
     (tmp_path / "pools").write_text("{}")
     monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
     monkeypatch.setattr(pools, "_connect", connected)
     monkeypatch.setattr(pools, "_pools", lambda described: {})
     monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: watch)
+    monkeypatch.setattr(pools, "_reach", lambda head, stop: None)
     monkeypatch.setattr(pools, "_deploy", deploy)
-    monkeypatch.setattr(pools, "_disconnect", lambda head, watch: ended.append(head))
+    monkeypatch.setattr(pools, "_disconnect", lambda head, watch, has_pools: ended.append((head, has_pools)))
     with nullcontext() if signalled else pytest.raises(SetupError):
         pools.pools(tmp_path / "pools")
-    assert ended == ["h:1"]
+    assert ended == [("h:1", True)]
     assert signal.SIGTERM in handled, "behind Ray's, which would abort the process while the pools end"
 
 
@@ -268,11 +269,45 @@ def test_pools_that_run_already_are_only_kept_and_ended(
     monkeypatch.setattr(pools, "_connect", connected)
     monkeypatch.setattr(pools, "_pools", lambda described: {})
     monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: None)
+    monkeypatch.setattr(pools, "_reach", lambda head, stop: calls.append("reach"))
     monkeypatch.setattr(pools, "_deploy", deploy)
-    monkeypatch.setattr(pools, "_disconnect", lambda *_: calls.append("end"))
+    monkeypatch.setattr(pools, "_disconnect", lambda *_, has_pools: calls.append(f"end {has_pools}"))
     with nullcontext() if deployed else pytest.raises(SetupError, match="the pools did not start: no room"):
         pools.pools(tmp_path / "pools", deployed=deployed)
-    assert calls == (["end"] if deployed else ["deploy", "end"])
+    assert calls == (["end True"] if deployed else ["reach", "deploy", "end True"])
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_start_that_deployed_nothing_asks_for_no_end(
+    signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's controller may hang, or serve others."""
+    stops: list[threading.Event] = []
+
+    def connected(address: str, stop: threading.Event) -> str:
+        stops.append(stop)
+        return "h:1"
+
+    def reach(stop: threading.Event) -> None:
+        if signalled:
+            stop.set()
+        raise SetupError("Serve's controller has not responded")
+
+    def asked_to_end() -> None:
+        pytest.fail("it asks for an end of what it has not deployed")
+
+    connections = ["ray"]
+    (tmp_path / "pools").write_text("{}")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("cluster.ray_head.RayHeadWatch._run", lambda _: None)  # as while the head responds
+    monkeypatch.setattr(pools, "_connect", connected)
+    monkeypatch.setattr(pools, "_pools", lambda described: {})
+    monkeypatch.setattr(deploy, "reach_controller", reach)
+    monkeypatch.setattr(deploy, "shutdown", asked_to_end)
+    monkeypatch.setattr(deploy, "disconnect", connections.clear)
+    with nullcontext() if signalled else pytest.raises(SetupError, match="has not responded"):
+        pools.pools(tmp_path / "pools")
+    assert connections == []
 
 
 def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +323,7 @@ def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("at", ["before", "reach", "start", "ask", "status", "never"])
+@pytest.mark.parametrize("at", ["before", "start", "ask", "status", "never"])
 def test_nothing_is_deployed_once_a_signal_has_come(
     at: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,12 +349,11 @@ def test_nothing_is_deployed_once_a_signal_has_come(
     monkeypatch.setitem(
         sys.modules, "ray.serve._private.api", SimpleNamespace(_get_global_client=lambda: client)
     )
-    monkeypatch.setattr(deploy, "_reach_controller", lambda stop: did("reach"))
     monkeypatch.setattr(deploy, "application", lambda *_: None)
     monkeypatch.setattr(deploy, "_deploy_scaled", lambda *_: did("ask"))
     monkeypatch.setattr(deploy, "POLL_SECONDS", 0)
     did("before")
     with nullcontext() if at == "never" else pytest.raises(SetupError, match="was stopped"):
         deploy.deploy({}, {}, ServeAutoscalingConfig() if scaled else None, stop)
-    whole = ["before", "reach", "start", "ask", "status", "status", "status"]
+    whole = ["before", "start", "ask", "status", "status", "status"]
     assert calls == (whole if at == "never" else whole[: whole.index(at) + 1 + (at == "ask")])

@@ -14,6 +14,7 @@ HEAD = "10.0.0.7:6379"
     ("reply", "grade", "found"),
     [
         ("responds", "ok", "responds"),
+        ("refuses", "ok", "asks for its token"),
         ("silent", "missing", "not responded"),
         ("absent", "missing", "nothing listens"),
     ],

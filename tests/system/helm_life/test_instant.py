@@ -207,6 +207,22 @@ def test_claims_of_redis_change_after_the_command_that_the_refusal_names(
     assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi", "one that exists stays as it is"
 
 
+@pytest.mark.parametrize("persistence", [False, True])
+def test_of_what_the_chart_made_only_redis_claim_stays(
+    persistence: bool, server: ApiServer, make_helm: MakeHelm
+) -> None:
+    """Kubernetes keeps the claims of a StatefulSet: the page names the command that deletes it."""
+    helm = make_helm(server)
+    kept = [("PersistentVolumeClaim", f"data-{RELEASE}-baton-redis-0")] if persistence else []
+    helm.install(*VALUES, "--set", f"redis.persistence.enabled={str(persistence).lower()}")
+    helm.uninstall()
+    wait_for(lambda: left(server) == kept, 20.0, f"only its claim is left: {left(server)}")
+    page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+    removal = page.partition("To remove it")[2].partition("\n## ")[0]
+    command = "kubectl delete pvc --ignore-not-found data-baton-redis-0"  # of the page's release, `baton`
+    assert command in removal and "redis.persistence" in removal
+
+
 def test_an_upgrade_keeps_the_autoscalers_replicas(
     server: ApiServer, make_helm: MakeHelm, tmp_path: Path
 ) -> None:
@@ -219,6 +235,50 @@ def test_an_upgrade_keeps_the_autoscalers_replicas(
     wait_for(lambda: replicas(server, "StatefulSet", "one-baton-decode") == (3, 3), 20.0, "scaled")
     helm.upgrade(*flags, "--set", "decode.maxBatchRequests=77")
     assert replicas(server, "StatefulSet", "one-baton-decode") == (3, 3)
+    helm.rollback(1)
+    assert replicas(server, "StatefulSet", "one-baton-decode") == (3, 3)
+
+
+def scale(server: ApiServer, folder: Path, wanted: int) -> None:
+    """As autoscalers do."""
+    body = {"spec": {"replicas": wanted}}
+    with clients.connect(server.kubeconfig(folder / "scaler")) as api:
+        apps = clients.apps(api)
+        apps.patch_namespaced_stateful_set_scale("one-baton-decode", NAMESPACE, body)
+        apps.patch_namespaced_deployment_scale(ROUTER, NAMESPACE, body)
+    wait_for(lambda: sizes(server) == (wanted, wanted), 20.0, "scaled")
+
+
+def sizes(server: ApiServer) -> tuple[int, int]:
+    """Decode workers and routers that are wanted and ready."""
+    pools = (("StatefulSet", "one-baton-decode"), ("Deployment", ROUTER))
+    (decode, ready), (router, ready_routers) = (replicas(server, *pool) for pool in pools)
+    return (decode, router) if (decode, router) == (ready, ready_routers) else (-1, -1)
+
+
+def test_autoscalers_begin_with_the_replicas_that_run(
+    server: ApiServer, make_helm: MakeHelm, tmp_path: Path
+) -> None:
+    """Kubernetes would set 1 where a number is no longer given, and end the other pods."""
+    helm = make_helm(server)
+    on = "autoscaling.enabled=true,decode.replicas=null,prefill.replicas=null"
+    scaled = (*VALUES, "--set", f"{on},router.autoscaling.enabled=true,router.replicas=null")
+    helm.install(*VALUES, "--set", "decode.replicas=3,router.replicas=3")
+    before = {pod["metadata"]["name"] for pod in server.objects("Pod", NAMESPACE)}
+    helm.upgrade(*scaled)
+    assert sizes(server) == (3, 3)
+    scale(server, tmp_path, 4)
+    helm.upgrade(*scaled)
+    assert sizes(server) == (4, 4), "nor does the upgrade after it"
+    assert {one for one in before if "decode" in one} < set(names(server.objects("Pod", NAMESPACE)))
+    fixed = (*VALUES, "--set", "decode.replicas=2,router.replicas=2")
+    if helm.binary != _install(3):  # applies on the server, where the autoscalers' number is theirs
+        with pytest.raises(HelmFailed, match=r"conflict .* \.spec\.replicas"):
+            helm.upgrade(*fixed)
+        helm.upgrade(*fixed, "--force-conflicts")
+    else:
+        helm.upgrade(*fixed)
+    assert sizes(server) == (2, 2)
 
 
 def test_an_install_whose_pods_do_not_get_ready_fails(make_helm: MakeHelm) -> None:

@@ -200,3 +200,20 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- /* The workers' fixed number. Takes the pool. */ -}}
 {{- define "baton.replicas" -}}{{ if kindIs "invalid" .replicas }}1{{ else }}{{ int .replicas }}{{ end }}{{- end -}}
 {{- define "baton.routerReplicas" -}}{{ if kindIs "invalid" .Values.router.replicas }}2{{ else }}{{ int .Values.router.replicas }}{{ end }}{{- end -}}
+
+{{- /* The number of replicas to render where an autoscaler sets it: none, so that an upgrade leaves it as it is. Helm resets a
+       number that the revision before rendered and this one does not, to 1: so after a fixed number the one in the cluster is
+       rendered, from then on. `baton/replicas: scaled` marks objects that have never had one. Takes root, kind, name. */ -}}
+{{- define "baton.scaledReplicas" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+{{- if ne (dig "metadata" "annotations" "baton/replicas" "" $live) "scaled" -}}
+{{- with dig "spec" "replicas" 0 $live | int }}{{ . }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The mark of `baton.scaledReplicas`, a map in JSON. Takes scaled, and the number that is rendered. */ -}}
+{{- define "baton.scaledMark" -}}
+{{- $mark := dict -}}
+{{- if and .scaled (not .replicas) }}{{ $_ := set $mark "baton/replicas" "scaled" }}{{ end -}}
+{{- toJson $mark -}}
+{{- end -}}
