@@ -24,6 +24,10 @@ class GrowthClaims:
         self._short: dict[Sequence, int] = {}  # left out of the last step for so many blocks
         self._up_to: dict[Sequence, int] = {}  # set aside: total blocks up to which a sequence may grow
 
+    def __len__(self) -> int:
+        """Sequences with a claim, whether it counts in this step or not."""
+        return len(self._short.keys() | self._up_to.keys())
+
     def begin_step(self) -> None:
         self._short.clear()
 

@@ -96,7 +96,7 @@ class Refusals:
         self._of: dict[Kind, Refusal] = {}  # of each tenant and class
         self._ordered: list[Refusal] | None = None  # by class and arrival; None once one came or left
         self._unused: dict[str, Unused] = {}
-        self._refused: dict[Kind, Span] = {}
+        self.spans: dict[Kind, Span] = {}
         self._lines: defaultdict[Kind, HandOffLine] = defaultdict(HandOffLine)
 
     def begin_step(self) -> None:
@@ -108,7 +108,7 @@ class Refusals:
         self._forget(limit, now)
         longest = KEPT_SECONDS * (1 << MAX_DOUBLINGS)
         self._unused = {t: one for t, one in self._unused.items() if one.until + longest > now}
-        self._refused = {kind: one for kind, one in self._refused.items() if now - one.last < AGING_SECONDS}
+        self.spans = {kind: one for kind, one in self.spans.items() if now - one.last < AGING_SECONDS}
         for kind, line in list(self._lines.items()):
             line.forget(limit)
             if not len(line):
@@ -139,7 +139,7 @@ class Refusals:
     def rank(self, request: EngineRequest) -> int:
         """The rank of the class that a hand-off counts as."""
         kind, now = kind_of(request), self._clock()
-        span = self._refused.get(kind)
+        span = self.spans.get(kind)
         if span is None or now - span.last >= AGING_SECONDS:
             return kind[1]
         return max(HIGHEST_RANK, kind[1] - int((now - span.began) / AGING_SECONDS))
@@ -151,9 +151,9 @@ class Refusals:
 
     def refused(self, offer: Offer) -> None:
         request, kind, now = offer.request, kind_of(offer.request), self._clock()
-        span = self._refused.get(kind)
+        span = self.spans.get(kind)
         if span is None or now - span.last >= AGING_SECONDS:
-            span = self._refused[kind] = Span(now, now)
+            span = self.spans[kind] = Span(now, now)
         span.last = now
         line, offered = self._lines[kind], Moment(self._step, now)
         line.refused(offer.what, offer.need, offered)
@@ -180,7 +180,7 @@ class Refusals:
         if line is not None:
             line.taken(offer.what)
         self._unused.pop(offer.request.tenant, None)
-        self._refused.pop(kind, None)
+        self.spans.pop(kind, None)
 
     def _remove(self, kind: Kind) -> None:
         if self._of.pop(kind, None) is not None:

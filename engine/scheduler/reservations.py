@@ -18,6 +18,10 @@ class Reservations:
         # Those of the lowest class, of the present step; None until one is to be evicted.
         self._lowest: ByShare | None = None
 
+    def __len__(self) -> int:
+        """Those that may be evicted."""
+        return len(self._reserved)
+
     def begin_step(self) -> None:
         self._lowest = None
 
@@ -36,7 +40,7 @@ class Reservations:
     def evict(self, growing: Sequence, shares: Shares) -> Sequence | None:
         """Evict the youngest of the lowest class, and in it of the tenant that holds most. None if there is none that
         `growing` may evict: of a lower class; or of its own, unless the tenant holds less than that of `growing`."""
-        if not self._reserved:
+        if not len(self):
             return None
         if self._lowest is None:
             rank = max(one.rank for one in self._reserved)

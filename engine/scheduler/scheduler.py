@@ -44,22 +44,22 @@ class Scheduler:
         self._prefixes = prefixes
         self._page = config.page_size
         self._arrivals = itertools.count()
-        self._claims = GrowthClaims(config.page_size, config.max_model_len)
-        self._blocks = Blocks(pool, prefixes, self._claims)
+        self.claims = GrowthClaims(config.page_size, config.max_model_len)
+        self.blocks = Blocks(pool, prefixes, self.claims)
         self._turns = Turns()
         self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
-        self._refusals = Refusals(pool.total, clock)
+        self.refusals = Refusals(pool.total, clock)
         self._batch = Batch(config, self.running)
         self._queue = WaitingQueue(
-            config, pool, self._blocks, self._claims, self._refusals, self._batch, self.running, Aging(clock)
+            config, pool, self.blocks, self.claims, self.refusals, self._batch, self.running, Aging(clock)
         )
         self.waiting = self._queue.sequences
         self._victims: Victims | None = None  # of the present step, once one is preempted
         wanted = lambda: bool(self.waiting or self.short_of_blocks)  # noqa: E731
-        self.spare = SpareBlocks(pool, self._blocks, self._claims, self._refusals, self.running, wanted)
+        self.spare = SpareBlocks(pool, self.blocks, self.claims, self.refusals, self.running, wanted)
 
     @property
     def has_work(self) -> bool:
@@ -76,7 +76,7 @@ class Scheduler:
         return self._batch.full
 
     def blocks_for(self, tokens: int) -> int:
-        return self._blocks.count(tokens)
+        return self.blocks.count(tokens)
 
     def sequences(self) -> list[Sequence]:
         """Any thread; the list of requests is copied at once, so that a step may change them meanwhile."""
@@ -93,33 +93,33 @@ class Scheduler:
         `block_hashes` are those of full blocks of the request's tokens. Raises BlocksExhaustedError.
         """
         held = self._prefixes.match(block_hashes)
-        total, need = self._blocks.of_hand_off(request, max_tokens, len(held))
-        free = self._blocks.free(held)
+        total, need = self.blocks.of_hand_off(request, max_tokens, len(held))
+        free = self.blocks.free(held)
         if not self.has_work:
-            self._refusals.no_steps(request)
+            self.refusals.no_steps(request)
         what = (len(request.prompt_tokens), total, request.n, *block_hashes[-1:])
-        offer = Offer(request, self._refusals.rank(request), need, next(self._arrivals), what)
+        offer = Offer(request, self.refusals.rank(request), need, next(self._arrivals), what)
         room = self._room_for_hand_off(offer, free)
         if need > room:
             if need <= self._pool.total:
-                self._refusals.refused(offer)
+                self.refusals.refused(offer)
             why = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(why, retry_after_seconds=0.05)
-        self._refusals.taken(offer)
+        self.refusals.taken(offer)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
-        self._blocks.allocate(sequence, held, total)
+        self.blocks.allocate(sequence, held, total)
         return sequence
 
     def _room_for_hand_off(self, offer: Offer, free: int) -> int:
-        request, rank, need, refusals = offer.request, offer.rank, offer.need, self._refusals
+        request, rank, need, refusals = offer.request, offer.rank, offer.need, self.refusals
         room = free - refusals.kept_from(offer)
         if need > room:
             return room
         first, most = self._queue.first_of_each()
         waiting = (one for one in first if one.rank < rank or not refusals.first(request, one))
         claims = refusals.claims_against(offer)
-        return min(room, self._blocks.room(need, free, request, rank, claims, waiting, most))
+        return min(room, self.blocks.room(need, free, request, rank, claims, waiting, most))
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Run a reservation for which the KV of all tokens has arrived."""
@@ -154,7 +154,7 @@ class Scheduler:
             return
         self._dequeue(sequence)
         sequence.machine.to(S.FINISHED)
-        self._blocks.release(sequence)
+        self.blocks.release(sequence)
 
     def remove(self, request_id: str, verified_tokens: int = 0) -> bool:
         """Free the request's blocks; see Engine.abort."""
@@ -188,7 +188,7 @@ class Scheduler:
         self._queue.left(sequence)
         self.running.pop(sequence, None)
         self.reservations.remove(sequence)
-        self._claims.remove(sequence)
+        self.claims.remove(sequence)
         self.rows.release(sequence)
 
     # --- a step ----------------------------------------------------------------------------------------
@@ -234,16 +234,16 @@ class Scheduler:
         count = decision.scheduled[sequence]
         count += min(sequence.missing - count, budget)
         tokens = sequence.num_computed + count
-        if self._blocks.wanted(sequence, tokens) <= self._pool.num_free and self._grow(
+        if self.blocks.wanted(sequence, tokens) <= self._pool.num_free and self._grow(
             sequence, tokens, decision
         ):
             decision.scheduled[sequence] = count
 
     def _begin_step(self) -> None:
         self.spare.release()  # of a step that has failed
-        self._blocks.begin_step()
+        self.blocks.begin_step()
         self.reservations.begin_step()
-        self._refusals.begin_step()
+        self.refusals.begin_step()
         self._queue.begin_step()
         self._victims = None
 
@@ -282,14 +282,14 @@ class Scheduler:
     def _grow(self, sequence: Sequence, tokens: int, decision: StepDecision) -> bool:
         """Allocate blocks for the first `tokens` tokens; a shared block that is written to is copied. False: the
         sequence is not in this step."""
-        if not self._blocks.wanted(sequence, tokens):
+        if not self.blocks.wanted(sequence, tokens):
             return True
-        while (wanted := self._blocks.wanted(sequence, tokens)) > self._pool.num_free:
+        while (wanted := self.blocks.wanted(sequence, tokens)) > self._pool.num_free:
             if not self._make_room(sequence, decision):
                 if sequence.state is S.RUNNING:
-                    self._claims.short_of(sequence, wanted)
+                    self.claims.short_of(sequence, wanted)
                 return False
-        if (copy := self._blocks.grow(sequence, tokens)) is not None:
+        if (copy := self.blocks.grow(sequence, tokens)) is not None:
             decision.copies[sequence] = copy
             sequence.blocks_in_row = min(sequence.blocks_in_row, sequence.num_computed // self._page)
         return True
@@ -301,17 +301,17 @@ class Scheduler:
         step, because parts of the reservation's KV may be landing in them."""
         if self.reservations.eviction_pending:
             return False
-        if (victim := self.reservations.evict(growing, self._blocks.shares)) is not None:
+        if (victim := self.reservations.evict(growing, self.blocks.shares)) is not None:
             decision.evicted_reservations.append(victim.request.request_id)
-            self._claims.evicted_for(growing)
+            self.claims.evicted_for(growing)
             return False
         if self._victims is None:
-            self._victims = Victims(self.running, self._blocks.shares)
-        self._preempt(self._victims.next(), decision)
+            self._victims = Victims(self.running, self.blocks.shares)
+        self.preempt(self._victims.next(), decision)
         # The victim may be another choice of its request, which is returned with all of them.
         return growing.state is S.RUNNING
 
-    def _preempt(self, victim: Sequence, decision: StepDecision) -> None:
+    def preempt(self, victim: Sequence, decision: StepDecision) -> None:
         """Free the victim's blocks, scheduled or not: nothing is computed yet. It is computed again later; if it is too
         long for that, its whole request is returned to the router."""
         decision.preemptions += 1
@@ -326,7 +326,7 @@ class Scheduler:
         decision.drop(victim)
         del self.running[victim]
         self.rows.release(victim)
-        self._claims.preempted(victim)
-        self._blocks.release(victim)
+        self.claims.preempted(victim)
+        self.blocks.release(victim)
         victim.preempt()
         self._queue.add(victim)

@@ -261,7 +261,7 @@ class DecodeWorld:
         scheduler, evicted = self.core.engine._scheduler, list[str]()
         growing = Sequence(EngineRequest("growing", [3], SamplingParams(), priority=1), 0, [3], 0)
         if not scheduler.reservations.eviction_pending:
-            victim = scheduler.reservations.evict(growing, scheduler._blocks.shares)
+            victim = scheduler.reservations.evict(growing, scheduler.blocks.shares)
             evicted += [victim.request.request_id] if victim is not None else []
         self.role.on_output(StepOutput([], [], evicted))
 

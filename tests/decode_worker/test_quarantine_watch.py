@@ -166,12 +166,16 @@ async def test_the_registry_is_not_read_at_every_look_for_peers_that_name_no_pod
 
 
 async def test_a_registry_that_does_not_answer_ends_no_look(world, monkeypatch):
+    asked: list[bool] = []
+
     def fails() -> list[Any]:
+        asked.append(True)
         raise redis.ConnectionError("gone")
 
     world.links.add(Link("p1@a"))
     monkeypatch.setattr(world.watch, "registered", fails)
-    await world.passes(2)
+    await world.passes(2 * QUERY_SECONDS)
+    assert len(asked) > 1, "it is asked again"
 
 
 async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):

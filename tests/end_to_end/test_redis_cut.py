@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ from tests.harness.checkpoints import prompt_ids
 from tests.harness.run_proxy import RunningProxy, run_proxy
 from tests.harness.waiting import wait_for
 
-CUT_SECONDS = 6.0  # leases run out meanwhile
+CUT_SECONDS = 6.0  # at least: leases run out meanwhile
+LONGEST_CUT_SECONDS = 60.0  # where requests are slow: a busy machine is no failure
+MIN_WITHOUT = 4  # requests that are placed without Redis
 
 
 @pytest.fixture
@@ -37,24 +38,22 @@ def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, 
     url = f"redis://{network.address}/0"
     cluster = start_cluster(model, *PROCESS, "--redis-url", url, "--prefill", "2", "--decode", "2")
     with Client(cluster.grpc) as client:
+        answers: list[tuple[list[int], list[int]]] = []
 
         def ask(seed: int) -> bool:
-            """Whether Redis placed it; the tokens are checked."""
+            """Whether Redis placed it. The reference is computed later: it would take the time that recovery has."""
             prompt = prompt_ids(50, seed=seed)
             answer = client.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True, explain=True)
-            assert_reference(model, prompt, answer.token_ids)
+            answers.append((prompt, answer.token_ids))
             return bool(json.loads(answer.explanation)[0]["from_redis"])
 
         assert ask(1)
         assert network.cut() > 0
-        healed = threading.Timer(CUT_SECONDS, network.heal)
-        began = time.monotonic()
-        healed.start()
-        without = 0
-        while time.monotonic() - began < CUT_SECONDS - 0.5:
+        began, without = time.monotonic(), 0
+        while time.monotonic() - began < CUT_SECONDS or without < MIN_WITHOUT:
             without += not ask(2 + without % 5)
-        assert without > 3
-        healed.join()
+            assert time.monotonic() - began < LONGEST_CUT_SECONDS, f"{without} requests placed without Redis"
+        network.heal()
         began = time.monotonic()
         wait_for(
             lambda: ask(9) and view_is_whole(cluster.http),
@@ -63,6 +62,8 @@ def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, 
         )
         print(f"placement back after {time.monotonic() - began:.2f} s")
     assert_all_free(cluster)
+    for prompt, tokens in answers:
+        assert_reference(model, prompt, tokens)
 
 
 def view_is_whole(http: str) -> bool:

@@ -6,7 +6,7 @@ import secrets
 import statistics
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -95,13 +95,19 @@ def test_a_trace_shows_every_stage_and_they_add_up(traced: tuple[Cluster, Collec
     ]
     first_token = statistics.median(one.first_token for one in seen)
     to_second = statistics.median(one.gap for one in seen)
-    off = Sums(*(statistics.median(values) for values in zip(*map(astuple, sums), strict=True)))
+    off = Sums(*(_least(values) for values in zip(*map(astuple, sums), strict=True)))
     print(f"first token {first_token:.4f} s, gap {to_second:.4f} s, off by {off}")
     assert abs(off.first_token) <= max(CLOSE_SECONDS, 0.05 * first_token)
     assert abs(off.gap) <= max(CLOSE_SECONDS, 0.05 * to_second)
     assert abs(off.trip) <= max(CLOSE_SECONDS, 0.05 * first_token)
-    said = statistics.median(one.first_token - _first_token_by(one.timings) for one in seen)
+    said = _least([one.first_token - _first_token_by(one.timings) for one in seen])
     assert abs(said) <= max(CLOSE_SECONDS, 0.05 * first_token)
+
+
+def _least(differences: Sequence[float]) -> float:
+    """Of a tenth of the requests no difference is larger. A stage that is missing, or counted twice, is so in every one;
+    where processes wait for a core between two stamps, most differ by that, on a busy machine more than half."""
+    return sorted(differences, key=abs)[len(differences) // 10]
 
 
 @dataclass(frozen=True)

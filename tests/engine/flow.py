@@ -42,7 +42,7 @@ class Flow:
 
     def preempt(self, name: str) -> None:
         (sequence,) = self.parts.choices(name)
-        self.parts.scheduler._preempt(sequence, StepDecision())
+        self.parts.scheduler.preempt(sequence, StepDecision())
 
     def steps_until(self, names: list[str], tenant: str = "") -> int:
         """Until each of them has got a token more."""

@@ -38,17 +38,17 @@ class Parts:
         config = EngineConfig(model=Path("/none"), page_size=PAGE, max_model_len=CONTEXT, **settings)  # type: ignore[arg-type]
         self.reports: list[ChainReport] = []
         self.pool = BlockPool(blocks)
-        prefixes = PrefixCache(
+        self.prefixes = PrefixCache(
             self.pool, PAGE, self.reports.append, secret=b"s", enabled=config.prefix_caching
         )
         self.counters = EngineStats()
         self.now, self.step_seconds = 100.0, STEP_SECONDS
-        self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
+        self.scheduler = Scheduler(config, self.pool, self.prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
         drafter = Drafter(config, self.scheduler.spare, self.pool, CONTEXT, None)
         masks = GrammarMasks(Grammars(backend_for(config.model, VOCAB, (EOS,))), VOCAB)
         self.outputs = OutputProcessor(
-            self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter, masks
+            self.scheduler, self.prefixes, limits, self.counters, HostSampler(), drafter, masks
         )
 
     def choices(self, name: str) -> list[Sequence]:

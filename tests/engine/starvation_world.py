@@ -36,15 +36,16 @@ class World:
         self.flood, self.flooding = flood, rng.choice("ab")  # what always wants more, and of which tenant
         self.ranks, self.one_size = ranks, one_size
         self.blocks = rng.choice((16, 24, 40))
-        given = {
+        drawn = {
             "max_batch_tokens": rng.choice((5, 8, 64)),
             "max_batch_requests": rng.choice((2, 6, 256)),
             "chunked_prefill": rng.random() < 0.8,
             "prefix_caching": rng.random() < 0.7,
             "recompute_limit_tokens": rng.choice((0, 0, 12)),
         }
-        self.parts = Parts(self.blocks, **{**given, **settings})
-        self.budget = self.parts.scheduler._config.max_batch_tokens
+        given = {**drawn, **settings}
+        self.parts = Parts(self.blocks, **given)
+        self.budget, self.chunked = int(given["max_batch_tokens"]), bool(given["chunked_prefill"])
         self.longest_wait = LONGEST_WAIT * (1 if self.budget > 3 else 3)
         self.scheduler = self.parts.scheduler
         self.now = self.count = 0
@@ -159,7 +160,7 @@ class World:
         self.check_shares()
 
     def alone(self, scheduled: dict[Sequence, int]) -> bool:
-        return len(scheduled) == 1 and not self.scheduler._config.chunked_prefill
+        return len(scheduled) == 1 and not self.chunked
 
     def check_owners(self) -> None:
         """A block is of several sequences only with the same tokens at the same place."""
@@ -191,7 +192,7 @@ class World:
 
     def check_shares(self) -> None:
         """Of a tenant that waits for blocks, no other holds more than its part for long while it holds less."""
-        shares = self.scheduler._blocks.shares
+        shares = self.scheduler.blocks.shares
         first: dict[str, Sequence] = {}
         for one in self.scheduler.waiting:
             if not one.paused:
@@ -202,7 +203,7 @@ class World:
             waits = first.get(tenant)
             is_below = (
                 waits is not None
-                and shares.of(waits.request, self.scheduler._blocks.claim(waits)) <= fair
+                and shares.of(waits.request, self.scheduler.blocks.claim(waits)) <= fair
                 and any(shares.of(other) > fair for name, other in holding.items() if name != tenant)
             )
             self.below[tenant] = self.below[tenant] + 1 if is_below else 0
@@ -221,7 +222,6 @@ class World:
         assert not self.scheduler.requests and not self.offers
         assert not self.scheduler.waiting and not self.scheduler.running
         assert not self.scheduler.reservations.eviction_pending
-        assert not self.scheduler.reservations._reserved
-        assert not self.scheduler._claims._short and not self.scheduler._claims._up_to
+        assert len(self.scheduler.reservations) == len(self.scheduler.claims) == 0
         assert self.parts.pool.num_free == self.blocks
         assert not self.scheduler.batch_full or not self.scheduler.running

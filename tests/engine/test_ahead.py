@@ -19,8 +19,8 @@ def test_the_room_is_that_of_a_plain_sum(seed: int) -> None:
     rng, parts = random.Random(seed), Parts(400)
     for tenant in "abcdef":
         parts.hand_off(tenant, blocks=rng.randint(1, 40), tenant=tenant)
-    shares = parts.scheduler._blocks.shares
-    ahead = Ahead(parts.pool, shares, parts.scheduler._claims, iter(()))
+    shares = parts.scheduler.blocks.shares
+    ahead = Ahead(parts.pool, shares, parts.scheduler.claims, iter(()))
     claims: list[tuple[Sequence, int]] = []
     for number in range(60):
         weight = rng.choice((0.5, 1.0, 2.0))
@@ -30,7 +30,7 @@ def test_the_room_is_that_of_a_plain_sum(seed: int) -> None:
         room = free - sum(count for other, count in claims if shares.of(other.request) < share)
         assert (need <= ahead.room(one, need, free)) == (need <= room)
         if need <= room and rng.random() < 0.7:
-            parts.scheduler._blocks.allocate(one, [], need)
+            parts.scheduler.blocks.allocate(one, [], need)
             ahead.admitted(one.request.tenant)
         else:
             claims.append((one, rng.randint(1, 30)))
@@ -43,7 +43,7 @@ def test_admissions_of_many_tenants_with_claims_do_not_order_all_of_them_each() 
     def calls(tenants: int) -> int:
         parts = Parts(80 * tenants, max_batch_tokens=8 * tenants, max_batch_requests=8 * tenants)
         for number in range(tenants):
-            parts.scheduler._claims.evicted_for(parts.hand_off(f"r{number}", tenant=f"t{number}"))
+            parts.scheduler.claims.evicted_for(parts.hand_off(f"r{number}", tenant=f"t{number}"))
             parts.scheduler.add(request(f"w{number}", [number % 13] * 2, tenant=f"t{number}"))
         return count_calls(parts.scheduler.schedule)
 
@@ -59,7 +59,7 @@ def waiting_with_prefix(tenants: int) -> tuple[Parts, list[int]]:
         parts.scheduler.add(request(f"first {number}", [3] * 8 * PAGE, tenant=f"t{number}", salt=salt))
     parts.step(check=False)
     for one in parts.scheduler.running:
-        parts.scheduler._prefixes.register(one, one.num_computed)
+        parts.prefixes.register(one, one.num_computed)
         one.paused = True
         salt = one.request.salt
         prompt = [3] * 8 * PAGE + [13] + [3] * 3 * PAGE
@@ -94,7 +94,7 @@ def test_a_prompt_that_waits_joins_once_another_has_computed_more_of_its_prefix(
         assert list(parts.scheduler.schedule().scheduled) == [holder]
         holder.num_computed += 1
         holder.tokens.append(3)
-        parts.scheduler._prefixes.register(holder, holder.num_computed)
+        parts.prefixes.register(holder, holder.num_computed)
     holder.paused = True
     parts.pool.free(others[:1])
     assert parts.pool.num_free == 3
@@ -110,7 +110,7 @@ def test_the_claim_of_a_preempted_sequence_is_not_that_of_when_it_came() -> None
     assert list(parts.scheduler.schedule().scheduled) == [waits]
     waits.num_computed = len(waits.tokens)
     waits.tokens += [13] * 3 * PAGE
-    parts.scheduler._preempt(waits, StepDecision())
+    parts.scheduler.preempt(waits, StepDecision())
     parts.pool.allocate(1, "z")
     assert not parts.scheduler.schedule().scheduled
     assert (waits.found, waits.claim) == (8, 7)

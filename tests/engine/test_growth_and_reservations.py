@@ -154,7 +154,7 @@ def test_blocks_set_aside_for_a_stream_are_released_with_it() -> None:
         reserve(engine, "second", 5, 90, NORMAL)
     engine.abort("growing")
     reserve(engine, "third", 5, 90, NORMAL)
-    assert not engine._scheduler._claims._up_to
+    assert not engine._scheduler.claims._up_to
 
 
 def test_a_refusal_counts_as_free_what_is_not_set_aside() -> None:

@@ -24,7 +24,7 @@ class Load:
         self.parts.step_seconds = step_seconds
         self.tenant, self.rng = tenant, random.Random(seed)
         self.now, self.offered, self.small, self.ends = 0, 0, 0, dict[str, int]()
-        self.refusals = self.parts.scheduler._refusals
+        self.refusals = self.parts.scheduler.refusals
 
     def offer(self, name: str, blocks: int, tenant: str = "x") -> bool:
         asked = request(f"{name} {self.now}", [3], 200, tenant=tenant)
@@ -157,11 +157,11 @@ def test_a_claim_is_not_for_one_that_has_gone_elsewhere() -> None:
     parts = Parts(BLOCKS)
     parts.hand_off("holds", blocks=BLOCKS - 1)
     for _ in range(KEPT + 3):
-        for blocks in (18,) if parts.scheduler._refusals._of else (2, 18):
+        for blocks in (18,) if parts.scheduler.refusals._of else (2, 18):
             with pytest.raises(BlocksExhaustedError):
                 parts.hand_off("refused", blocks=blocks)
         parts.step()
-    assert [count for _, count in parts.scheduler._refusals.claims()] == [18]
+    assert [count for _, count in parts.scheduler.refusals.claims()] == [18]
 
 
 @pytest.mark.parametrize("blocks", [30, 38])
@@ -181,7 +181,7 @@ def test_only_the_first_claim_is_to_more_than_half_of_the_cache() -> None:
             for tenant, need in zip("xz", needs, strict=True):
                 with pytest.raises(BlocksExhaustedError):
                     parts.hand_off("large", blocks=need, tenant=tenant)
-            found.append([count for _, count in parts.scheduler._refusals.claims()])
+            found.append([count for _, count in parts.scheduler.refusals.claims()])
             parts.now += 29.0
         return found
 

@@ -80,7 +80,7 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(checkpoint):
     engine.add(request)
     assert not engine.step().prompts
     (sequence,) = engine._scheduler.requests["r"]
-    engine._scheduler._preempt(sequence, StepDecision())
+    engine._scheduler.preempt(sequence, StepDecision())
     made = []
     while engine._scheduler.requests:
         made += engine.step().prompts

@@ -88,7 +88,7 @@ def test_a_preempted_prompt_reports_each_token_once(checkpoint):
     from engine.scheduler.decision import StepDecision
 
     (sequence,) = engine._scheduler.requests["r"]
-    engine._scheduler._preempt(sequence, StepDecision())
+    engine._scheduler.preempt(sequence, StepDecision())
     rest: list[PromptOutput] = []
     while engine._scheduler.requests:
         rest += scores_of(engine.step())
@@ -116,7 +116,7 @@ def test_choices_that_are_computed_again_report_no_prompt_and_use_what_is_cached
     engine.add(EngineRequest("r", PROMPT, sampling, n=2))
     outputs = [engine.step() for _ in range(3)]
     for sequence in list(engine._scheduler.requests["r"]):
-        engine._scheduler._preempt(sequence, StepDecision())
+        engine._scheduler.preempt(sequence, StepDecision())
     while engine._scheduler.requests:
         outputs.append(engine.step())
     assert_scores(checkpoint("llama"), PROMPT, [one for output in outputs for one in scores_of(output)])

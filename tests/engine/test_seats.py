@@ -158,7 +158,7 @@ def test_a_preempted_sequence_comes_back_to_a_batch_that_hand_offs_keep_full() -
     parts = filled_by_hand_offs(8, max_batch_requests=4)
     add(parts, "a", 1)
     parts.step()
-    parts.scheduler._preempt(parts.choices("a7")[0], StepDecision())
+    parts.scheduler.preempt(parts.choices("a7")[0], StepDecision())
     hand_offs_of_a(parts, 10, 2)
     parts.step()
     assert parts.choices("a7")[0].state is S.RUNNING

@@ -180,7 +180,7 @@ def test_a_sequence_that_is_computed_again_is_not_preempted_before_it_has_a_toke
         parts.step()
     (large,) = parts.choices("a")
     assert len(large.tokens) == large.num_prompt + 1
-    parts.scheduler._preempt(large, StepDecision())
+    parts.scheduler.preempt(large, StepDecision())
     small = parts.hand_off("b", tokens=3, blocks=2, tenant="b")
     parts.step()
     assert large.state is S.RUNNING and large.missing > 1

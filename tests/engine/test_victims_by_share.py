@@ -127,9 +127,9 @@ def test_a_tenant_that_grows_after_the_first_victim_gives_the_second() -> None:
 def test_a_tenant_that_is_admitted_after_the_first_victim_may_give_the_second() -> None:
     parts = Parts(20)
     ones = [grown(parts, f"{number}", tenant, 2) for number, tenant in enumerate("caabb")]
-    victims = Victims(ones, parts.scheduler._blocks.shares)
+    victims = Victims(ones, parts.scheduler.blocks.shares)
     assert victims.next() is ones[4]
-    parts.scheduler._blocks.allocate(Sequence(request("joins", [3], tenant="c"), 0, [3], 9), [], 3)
+    parts.scheduler.blocks.allocate(Sequence(request("joins", [3], tenant="c"), 0, [3], 9), [], 3)
     parts.scheduler.remove("4")
     assert victims.next() is ones[0], "its tenant held least before"
 
@@ -167,7 +167,7 @@ def test_reservations_are_not_looked_through_for_each_tenant_that_grows() -> Non
 def test_the_order_of_victims_ends_with_its_step() -> None:
     """Else each growth would be told to all that ever were."""
     parts = Parts(4)
-    shares = parts.scheduler._blocks.shares
+    shares = parts.scheduler.blocks.shares
     shares.order([], S.RUNNING)
     parts.step()
     assert not shares._orders

@@ -26,6 +26,8 @@ class StubHttp:
     tokens: int = 4
     piece_bytes: int = 0  # > 0: every write is at most so long, events and chunks cut anywhere
     status: int = 200
+    valid_key: str = ""  # with any other one a request is refused
+    refused: int = 0  # for their key
     baton: bool = True  # send what only Baton sends
     cut_off_after: int | None = None  # close the connection after so many events
     error_event_at: int | None = None
@@ -75,6 +77,9 @@ class StubHttp:
         body = await reader.readexactly(length)
         if path == "/v1/models":
             await self._plain(writer, 200, self.models)
+        elif self.valid_key and f"bearer {self.valid_key}\r\n" not in head.decode().lower():
+            self.refused += 1
+            await self._plain(writer, 401, {"error": {"message": "not valid", "type": "authentication"}})
         elif self.status != 200:
             await self._plain(writer, self.status, {"error": {"message": "no room", "type": "overloaded"}})
         else:

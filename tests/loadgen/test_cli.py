@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from cluster.errors import UnauthenticatedError
 from loadgen import cli
 from loadgen.cli import load
-from loadgen.key_watch import REFUSALS, KeyRefused, KeyWatch
-from loadgen.record import Failure
+from loadgen.key_watch import REFUSALS
 from tests.harness.stub_inference import StubRouter
 
 app = typer.Typer()
@@ -76,37 +75,6 @@ def test_a_load_whose_key_is_refused_ends_and_names_the_flag(rate: list[str], ro
         result.output.replace("│", " ").split()
     )
     assert REFUSALS <= len(router.inference.requests) < 10
-
-
-def test_refusals_of_one_key_do_not_end_what_another_key_may_do() -> None:
-    """Several configurations run together, each with a key of its own, at the same server."""
-    watch = KeyWatch([("a", "revoked"), ("a", "valid")])
-    for _ in range(REFUSALS + 1):
-        watch.note(("a", "revoked"), Failure("http_401", "no"))
-    watch.note(("a", "valid"), None)
-    watch.check()
-
-
-def test_refusals_of_a_key_are_counted_beside_other_ends() -> None:
-    """Of one of two servers, and of a key that is revoked meanwhile."""
-    refused = Failure("http_401", "no")
-    a, b = ("a", "key"), ("b", "key")
-    one_of_two, revoked, both = KeyWatch([a, b]), KeyWatch([a]), KeyWatch([a, b])
-    one_of_two.note(a, refused)
-    one_of_two.note(b, Failure("http_429"))
-    one_of_two.note(b, refused)
-    revoked.note(a, None)
-    revoked.note(a, refused)
-    revoked.check()
-    for use in [a, b] * (REFUSALS - 1) + [a]:
-        both.note(use, refused)
-    with pytest.raises(KeyRefused, match="no"):
-        both.check()  # a run that ends now
-    with pytest.raises(KeyRefused, match="no"):
-        both.note(b, refused)
-    both.note(a, None)  # a request that was in flight
-    with pytest.raises(KeyRefused, match="no"):
-        both.check()
 
 
 def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_path: Path) -> None:

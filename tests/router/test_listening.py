@@ -67,7 +67,10 @@ def test_a_refusal_can_be_undone(listener: socket.socket) -> None:
     allow_connections([listener])  # without a refusal: nothing happens
     refuse_connections([listener])
     allow_connections([listener])
-    socket.create_connection(listener.getsockname(), timeout=10).close()
+    with socket.create_connection(listener.getsockname(), timeout=10) as client:
+        accepted, address = listener.accept()
+        accepted.close()
+        assert address == client.getsockname()
 
 
 async def test_it_is_quiet_once_nothing_has_waited_for_a_while(listener: socket.socket) -> None:

@@ -157,13 +157,17 @@ class PodWorker:
             if all(code is not None for code in codes):
                 self._publish("Failed" if any(codes) else "Succeeded")
                 return
-            self._publish("Running")
+            self._publish(self._phase())
             self._leaving.wait(TICK_SECONDS)
         # `leave` may have looked at the units before they were all there.
         for unit in self.units:
             unit.leave(self._leave_by)
         while not all(unit.join(TICK_SECONDS) for unit in self.units):
-            self._publish("Running")
+            self._publish(self._phase())
+
+    def _phase(self) -> str:
+        """A pod is pending until each of its containers has started, as with a real kubelet."""
+        return "Running" if all(unit.has_started for unit in self.units) else "Pending"
 
     def _end(self) -> None:
         for unit in [*self._inits, *self.units]:

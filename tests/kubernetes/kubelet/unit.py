@@ -76,6 +76,11 @@ class Unit:
         return self._container
 
     @property
+    def has_started(self) -> bool:
+        """Whether its container has run at all; it may have ended since."""
+        return "waiting" not in self._state or bool(self._last)
+
+    @property
     def ready(self) -> bool:
         return "running" in self._state and self._health is not None and self._health.ready
 

@@ -156,6 +156,8 @@ def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> N
     with contextlib.ExitStack() as held:
         for _ in range(4):
             held.enter_context(gateway.admission.admit())
+        with pytest.raises(OverloadedError), gateway.admission.admit():
+            pass
 
 
 def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gateway: RequestGateway) -> None:

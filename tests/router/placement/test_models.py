@@ -137,8 +137,11 @@ def test_a_surging_model_leaves_places_to_the_others() -> None:
 
 def test_the_only_model_has_every_place() -> None:
     admission = Admission(RouterConfig(model=Path("/m"), max_concurrent_requests=3), lambda tenant: None)
-    with entered(admission, "m"), entered(admission, "m"), entered(admission, "m"):
-        pass
+    with contextlib.ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(entered(admission, "m"))
+        with pytest.raises(OverloadedError), entered(admission, "m"):
+            pass
 
 
 @contextlib.contextmanager

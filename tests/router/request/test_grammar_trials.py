@@ -19,6 +19,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.request import grammar_trial, grammars
 from router.request.grammar_trial import Finding, GrammarTrials
 from router.request.grammars import GrammarChecks, RequestedGrammar
+from tests.harness.waiting import wait_for
 
 SPECS = [GrammarSpec("regex", "a"), GrammarSpec("regex", "b"), GrammarSpec("regex", "c")]
 
@@ -56,7 +57,7 @@ NO_VERDICT = grammar_trial._NO_VERDICT
     [
         (lambda: works(9), Finding(0, 0, *TOO_MUCH)),
         (lambda: works(0.12), Finding(2, 2, "its 3 parts take too much time together", "0.3 s", False)),
-        (lambda: time.sleep(9), Finding(0, 0, *TOO_MUCH)),
+        (signal.pause, Finding(0, 0, *TOO_MUCH)),
         (lambda: ends(signal.SIGSTOP), NO_VERDICT),
         (lambda: ends(signal.SIGKILL), NO_VERDICT),
         (lambda: ends(signal.SIGTERM), NO_VERDICT),
@@ -200,23 +201,29 @@ def test_a_router_with_many_files_waits_for_its_pipes():
 def test_a_process_of_grammars_outlives_its_server_by_seconds(quick, monkeypatch):
     """It also keeps none of the server's pipes, whose end tells the router that the server has ended."""
     monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.1)
-    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: time.sleep(30))
+    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: signal.pause())
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         grammar_trial._try_all(None, SPECS, theirs)
     os.close(theirs)
-    wrote, deadline = b"", time.monotonic() + 10
-    while not wrote and time.monotonic() < deadline:
-        wrote = os.read(ours, 65536)
+    assert os.read(ours, 65536), "it has begun"
     assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1, 2)] == [os.devnull] * 3
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.close(ours)
-    if ended == (0, 0):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) == signal.SIGALRM
+    ended: list[int] = []
+
+    def has_ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        ended.extend([status] if found else [])
+        return bool(found)
+
+    try:
+        wait_for(has_ended, 30, "it has ended")
+    finally:
+        os.close(ours)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(ended[0]) and os.WTERMSIG(ended[0]) == signal.SIGALRM
 
 
 def test_a_trial_gives_way_to_the_routers_own_work(monkeypatch):

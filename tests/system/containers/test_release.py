@@ -34,8 +34,8 @@ PATIENCE = 600
 # Enough for a worker, and soon used up by another process in its container.
 LIMIT_BYTES = 2 << 30
 VICTIM = "one-baton-decode-0"
-# More than its limit, all of it touched.
-HOG = f"import time; held = b'x' * {LIMIT_BYTES + (1 << 20)}; time.sleep(60)"
+# More than its limit, all of it touched, and held until the kernel ends the container.
+HOG = f"import signal; held = b'x' * {LIMIT_BYTES + (1 << 20)}; signal.pause()"
 NODE = "node"
 NEXT = f"next-{secrets.token_hex(4)}"  # a tag for the same images
 HEAD: dict[str, set[str]] = {"none": set(), "embedded": {"ray-head"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,8 @@ from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import PodCluster
 from tests.kubernetes.kubelet.iproute import unpacked
+from tests.kubernetes.kubelet.runtime import Plan, Running
+from tests.kubernetes.kubelet.sandbox import Sandbox
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0
@@ -318,6 +321,32 @@ def test_in_cluster_clients_find_the_server_and_are_held_to_their_roles(cluster:
 
 def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -> None:
     assert "127.0.0.1" in unpacked(tmp_path / "iproute").run("-4", "addr", "show", "lo")
+
+
+def test_a_pod_runs_once_its_containers_have_started(
+    cluster: PodCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it is pending: whoever sees it run may take that time for one after the start of its process."""
+    start_container, may_start = cluster.runtime.start, threading.Event()
+
+    def late(plan: Plan, sandbox: Sandbox) -> Running:
+        assert may_start.wait(SECONDS)
+        return start_container(plan, sandbox)
+
+    monkeypatch.setattr(cluster.runtime, "start", late)
+    start(cluster, "late", "sleep 1000")
+    try:
+        wait_for(
+            lambda: pods.is_true(cluster.server.object("Pod", "late"), "Initialized"),
+            SECONDS,
+            "the kubelet is at its containers",
+        )
+        assert phase(cluster, "late") == "Pending"
+    finally:
+        may_start.set()
+    wait_for(lambda: phase(cluster, "late") == "Running", SECONDS, "it runs")
+    (status,) = cluster.server.object("Pod", "late")["status"]["containerStatuses"]
+    assert "running" in status["state"]
 
 
 @pytest.mark.parametrize("policy", ["Never", "Always"])
