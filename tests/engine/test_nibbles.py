@@ -64,6 +64,19 @@ def test_products_are_those_of_the_exact_weights(shape, group, symmetric):
 
 
 @needs_instruction
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_sums_are_added_in_one_order(group):
+    """A bias that takes the result away leaves what float32 sums have rounded, which depends on their order."""
+    weight, x = coded(group, 64, 512), rows_of(20, 512)
+    exact = x[0].double() @ weight.expanded(torch.float32).double().T
+    made = layer(weight, -exact.float())
+    alone = made(x[:1])
+    assert int((alone != 0).sum()) > 40
+    for rows in (2, 6, 7, 20):
+        assert torch.equal(made(x[:rows])[:1], alone), rows
+
+
+@needs_instruction
 @pytest.mark.parametrize("threads", [2, 3])
 def test_shares_of_threads_give_the_same_bits(threads):
     weight, x = coded(64, 150, 256), rows_of(40, 256)
