@@ -45,6 +45,15 @@ def check_number_of_ranks(welcome: handoff_pb2.Welcome, layout: common_pb2.KvLay
         raise _wrong("ranks", f"{len(welcome.ranks)} ranks, the decode worker has at most {most}")
 
 
+def check_same_agents(welcome: handoff_pb2.Welcome, earlier: handoff_pb2.Welcome) -> None:
+    """Check a repeated Welcome: it names the memory of the same agents. Each further one would be a connection that the
+    end of the link does not close. Raises TransportError."""
+    if [(one.rank, one.agent_name) for one in welcome.ranks] != [
+        (one.rank, one.agent_name) for one in earlier.ranks
+    ]:
+        raise _wrong("ranks", "a repeated Welcome names other agents")
+
+
 def check_together(reply: handoff_pb2.DecodeToPrefill) -> None:
     """Check the number of messages that travel together. Raises TransportError."""
     if len(reply.more) > MAX_TOGETHER:

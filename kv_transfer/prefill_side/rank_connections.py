@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer import messages as m
-from kv_transfer.prefill_side.check_replies import check_number_of_ranks
+from kv_transfer.prefill_side.check_replies import check_number_of_ranks, check_same_agents
 from kv_transfer.ranks import SendingRank
 from wire import common_pb2, handoff_pb2
 
@@ -75,11 +75,13 @@ class RankConnections:
 
     def welcomed(self, welcome: handoff_pb2.Welcome) -> bool:
         """Take in a Welcome; a repeated one names new memory, which is connected at once. Returns whether it is the
-        first. Raises TransportError if it lists too many ranks."""
+        first. Raises TransportError if it lists too many ranks, or a repeated one other agents."""
         first = self._welcome is None
         if first:
             self._layout = welcome.layout
         check_number_of_ranks(welcome, self._layout)
+        if self._welcome is not None:
+            check_same_agents(welcome, self._welcome)
         self._welcome = welcome
         if not first:
             self.connect(welcome)

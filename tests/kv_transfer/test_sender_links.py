@@ -77,6 +77,24 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
         await handoff.abort("enough")
 
 
+async def test_a_repeated_welcome_that_names_other_agents_ends_the_link(monkeypatch, long_probes):
+    """Each would be connected to, and only the last ones would be disconnected with the link."""
+    connected: list[m.Connect] = []
+    first = welcome(transport="nixl", ranks=endpoints("DRAM"))
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
+        monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
+        opening = asyncio.create_task(prefill.sender.open(decode.ref))
+        await until(lambda: any(isinstance(one, m.Connect) for one in connected), "it is probed")
+        other = handoff_pb2.RankEndpoint(rank=0, agent_name="another's", agent_metadata=b"x")
+        decode.streams[0].say(welcome=welcome(transport="nixl", ranks=[other]))
+        with pytest.raises(TransportError) as caught:
+            async with asyncio.timeout(10):
+                await opening
+        assert caught.value.field == "ranks"
+        connects = [one for one in connected if isinstance(one, m.Connect)]
+        assert not [rank for one in connects for rank in one.ranks if rank.agent_name == "another's"]
+
+
 async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch, long_probes):
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
