@@ -21,16 +21,12 @@ SMALLEST = 5e-324
 VALUES = st.sampled_from([0, SMALLEST, 1e-300, 1e-9, 1, 1e9, LARGEST, -LARGEST]) | st.floats(
     -LARGEST, LARGEST
 )
-COUNTS = st.fixed_dictionaries(
-    {
-        name: VALUES
-        for name in (
-            *("arrived_requests", "arrived_prompt_tokens", "prompt_tokens_computed", "prefill_seconds"),
-            *("output_tokens", "steps", "decode_seconds", "first_tokens", "queued_prefill_tokens"),
-            *("running", "waiting", "waiting_for_kv", "kv_usage_ratio"),
-        )
-    }
+NAMES = (
+    *("arrived_requests", "arrived_prompt_tokens", "prompt_tokens_computed", "prefill_seconds"),
+    *("output_tokens", "steps", "decode_seconds", "first_tokens", "queued_prefill_tokens"),
+    *("running", "waiting", "waiting_for_kv", "kv_usage_ratio"),
 )
+COUNTS = st.fixed_dictionaries(dict.fromkeys(NAMES, VALUES))
 NO_SPEED = {
     "arrived_requests": 1,
     "arrived_prompt_tokens": 9,
