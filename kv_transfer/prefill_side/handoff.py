@@ -134,7 +134,7 @@ class OutgoingHandoff:
                 m.OpenTransfer(
                     transfer_id=self.transfer_id,
                     request_id=request_id,
-                    peer=self.link.name,
+                    peer=self.link.key,
                     transport=agreed.transport,
                     flows=[flow for flow in flows if flow.source_rank == index],
                     held_tokens=self.held_tokens,

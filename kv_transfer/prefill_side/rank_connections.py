@@ -19,6 +19,12 @@ PROBE_SECONDS = 3.0
 MAX_WORKERS = 1024
 
 
+def worker_key(decode: common_pb2.WorkerRef) -> str:
+    """A decode worker at its address. Without TLS any process can be named as a decode worker at an address of its own:
+    what it says counts for that address only."""
+    return f"{decode.worker_id} at {decode.address}"
+
+
 @dataclass
 class Known:
     epoch: int = 0  # the last one received; 0 = none
@@ -26,7 +32,7 @@ class Known:
 
 
 class KnownWorkers:
-    """Facts about decode workers that a prefill worker keeps after their streams have closed."""
+    """Facts about decode workers, by `worker_key`, that a prefill worker keeps after their streams have closed."""
 
     def __init__(self, max_workers: int = MAX_WORKERS):
         self._max_workers = max_workers
@@ -35,21 +41,21 @@ class KnownWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def epoch(self, worker_id: str) -> int:
-        return self._workers.get(worker_id, Known()).epoch
+    def epoch(self, key: str) -> int:
+        return self._workers.get(key, Known()).epoch
 
-    def was_reached(self, worker_id: str) -> bool:
-        return self._workers.get(worker_id, Known()).reached
+    def was_reached(self, key: str) -> bool:
+        return self._workers.get(key, Known()).reached
 
-    def has_epoch(self, worker_id: str, epoch: int) -> None:
-        self._met(worker_id).epoch = epoch
+    def has_epoch(self, key: str, epoch: int) -> None:
+        self._met(key).epoch = epoch
 
-    def is_reached(self, worker_id: str) -> None:
-        self._met(worker_id).reached = True
+    def is_reached(self, key: str) -> None:
+        self._met(key).reached = True
 
-    def _met(self, worker_id: str) -> Known:
-        known = self._workers.setdefault(worker_id, Known())
-        self._workers.move_to_end(worker_id)
+    def _met(self, key: str) -> Known:
+        known = self._workers.setdefault(key, Known())
+        self._workers.move_to_end(key)
         while len(self._workers) > self._max_workers:
             self._workers.popitem(last=False)
         return known
@@ -57,9 +63,9 @@ class KnownWorkers:
 
 @dataclass(eq=False)
 class RankConnections:
-    name: str  # the peer's, worker_id@epoch
+    name: str  # the peer's, `LinkToDecode.key`
     prefill_id: str
-    decode_id: str
+    decode_key: str
     ranks: Sequence[SendingRank]
     known: KnownWorkers
 
@@ -97,7 +103,7 @@ class RankConnections:
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
         then a second one is sent, over new connections."""
-        for reconnect in (False, True) if self.known.was_reached(self.decode_id) else (False,):
+        for reconnect in (False, True) if self.known.was_reached(self.decode_key) else (False,):
             if self._closed:
                 return False
             self._answer = asyncio.get_running_loop().create_future()
@@ -106,7 +112,7 @@ class RankConnections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._answer:
-                        self.known.is_reached(self.decode_id)
+                        self.known.is_reached(self.decode_key)
                         return True
         return False
 

@@ -68,6 +68,7 @@ class Link:
     """The stream to D, as a list of sent messages."""
 
     name: str = "d@2"
+    key: str = "d at 127.0.0.1:1@2"
     hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
     agreement: handoff_pb2.Welcome = field(
         default_factory=lambda: handoff_pb2.Welcome(
@@ -144,7 +145,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.ranks = [Rank() for _ in range(RANKS)]
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
-        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender._links[self.link.key] = self.link  # type: ignore[assignment]
         reserve = handoff_pb2.Reserve(
             transfer_id=T, request_id="r", spec=common_pb2.GenerateSpec(n=1), token_count=16
         )
