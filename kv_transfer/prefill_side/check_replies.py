@@ -28,6 +28,10 @@ def check_welcome(
     if welcome.transport not in hello.transports:
         offered = ", ".join(hello.transports)
         raise _wrong("transport", f"{welcome.transport!r} was not offered ({offered})")
+    for one in welcome.ranks:
+        # The ranks write to an agent by its name; that of another worker would lead its hand-offs here.
+        if one.agent_name and not one.agent_name.startswith(f"{decode.worker_id}#"):
+            raise _wrong("ranks.agent_name", f"{one.agent_name[:80]!r} is not an agent of {decode.worker_id}")
     if not welcome.slot_bytes:
         raise _wrong("slot_bytes", "must be at least 1")
     if welcome.digests not in ("", *MODES):

@@ -98,7 +98,7 @@ class RankConnections:
             m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
         ]
         for rank in self.ranks:
-            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect))
+            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect, self.decode_key))
 
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:

@@ -103,6 +103,16 @@ async def test_a_worker_that_is_named_at_another_address_takes_no_hand_off_of_th
         await handoff.abort("enough")
 
 
+@pytest.mark.parametrize("name", ["other#2/0", "decod#2/0", "decode", "decode2#2/0"])
+async def test_a_welcome_that_names_another_workers_agent_ends_the_link(name):
+    ranks = [handoff_pb2.RankEndpoint(rank=0, agent_name=name, agent_metadata=b"x")]
+    false = welcome(transport="nixl", ranks=ranks)
+    async with scripted_decode(welcome=false) as decode, prefill_side(config("nixl")) as prefill:
+        with pytest.raises(TransportError) as caught:
+            await prefill.sender.open(decode.ref)
+        assert caught.value.field == "ranks.agent_name"
+
+
 async def test_a_repeated_welcome_that_names_other_agents_ends_the_link(monkeypatch, long_probes):
     """Each would be connected to, and only the last ones would be disconnected with the link."""
     connected: list[m.Connect] = []
