@@ -12,7 +12,6 @@ from cluster.protocol.link import WINDOW_TOKENS
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, Pair, end, tokens
 from wire import common_pb2
-from worker.link import routers as worker_routers
 
 
 async def test_tokens_and_the_end_come_in_order(pair):
