@@ -39,9 +39,12 @@ def test_a_rank_that_joins_and_connects_to_no_other_ends_the_start():
     address, listener = listen_at("127.0.0.1")
     host, _, port = address.rpartition(":")
     joined: list[Any] = []
-    joining = threading.Thread(
-        target=lambda: joined.append(dist.TCPStore(host, int(port), 2, False, timeout=timedelta(seconds=30)))
-    )
+
+    def join() -> None:
+        found = dist.TCPStore(host, int(port), 2, False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        joined.append(found)
+
+    joining = threading.Thread(target=join)
     joining.start()
     with pytest.raises(SetupError, match="rank 0 of 2 did not connect to all others") as caught:
         DistributedGroup(0, 2, address, torch.device("cpu"), listener, connect_seconds=1.0)
