@@ -102,7 +102,7 @@ async def serve() -> None:
         rank=0,
         kv_cache=cache,
         kv_head_range=(0, SHAPE.kv_heads),
-        endpoints=Endpoints([NixlEndpoint(f"decode-{os.getpid()}")]),
+        endpoints=Endpoints([NixlEndpoint(f"decode#{os.getpid()}")]),
         config=CONFIG,
         decode_epoch=EPOCH,
     )

@@ -34,13 +34,15 @@ class PeerRank:
 
 @dataclass(frozen=True)
 class Connect:
-    """Connect to the ranks of `peer`, and send each a probe if there is a nonce."""
+    """Connect to the ranks of `peer`, and send each a probe if there is a nonce. `worker`: the decode worker at its
+    address, which keeps its agents under other epochs."""
 
     peer: str
     ranks: Sequence[PeerRank]
     nonce: str
     transport: str
     reconnect: bool = False  # replace the connections that are open
+    worker: str = ""
 
 
 @dataclass(frozen=True)

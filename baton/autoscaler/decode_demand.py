@@ -112,8 +112,11 @@ class DecodeDemand:
         self._guess = model.slope is None
         statuses = [one.status for one in workers]
         self._replicas = float(len(statuses))
-        self.sequences = float(sum(one.running + one.waiting + one.waiting_for_kv for one in statuses))
-        used = [one.kv_usage_ratio for one in statuses]
+        # None of a worker's reports counts against the others'.
+        self.sequences = float(
+            sum(max(0, one.running + one.waiting + one.waiting_for_kv) for one in statuses)
+        )
+        used = [min(max(one.kv_usage_ratio, 0.0), 1.0) for one in statuses]
         self.kv_usage = max(used, default=0.0)
         self._kv_replicas = sum(used) / config.kv_usage_limit
 

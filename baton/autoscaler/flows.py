@@ -58,8 +58,14 @@ _COUNTERS = [one for one in vars(Flow).values() if isinstance(one, _Counter)]
 _SIZE = len(_COUNTERS) + len(BOUNDS_SECONDS)
 
 
+# Less than a real counter grows by, and more than one reaches: ratios and squares of what is between them are finite
+# numbers, whatever a worker reports.
+LEAST_COUNT, MOST_COUNT = 1e-6, 2.0**53
+
+
 def _vector(one: WorkerStatus) -> Vector:
-    return np.array((*(counter.read(one) for counter in _COUNTERS), *one.first_tokens_within))
+    counts = np.array((*(counter.read(one) for counter in _COUNTERS), *one.first_tokens_within), np.float64)
+    return np.where(counts < LEAST_COUNT, 0.0, np.minimum(counts, MOST_COUNT))
 
 
 @dataclass
@@ -78,7 +84,8 @@ class Flows:
         for name, vector in vectors.items():
             if name in self._last:
                 # A counter that decreased belongs to a new process, whose baseline this sample is.
-                shares[name] = np.maximum(vector - self._last[name], 0.0)
+                grown = vector - self._last[name]
+                shares[name] = np.where(grown < LEAST_COUNT, 0.0, grown)
                 shares[name][0] = seconds
         total = sum(shares.values(), np.zeros(_SIZE))
         total[0] = seconds

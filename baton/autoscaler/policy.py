@@ -80,7 +80,7 @@ def _delay(config: AutoscalingConfig, role: Role) -> float:
 
 def _prefill(config: AutoscalingConfig, state: PolicyState, seen: Observation) -> Need:
     flows = state.prefill.flows
-    queued = sum(one.status.queued_prefill_tokens for one in seen.prefill.workers)
+    queued = sum(max(0, one.status.queued_prefill_tokens) for one in seen.prefill.workers)
     demand = PrefillDemand(config, flows, queued, _delay(config, "prefill"))
     lately = flows.over(OBJECTIVE_SECONDS)
     within = lately.first_tokens_within(config.ttft_objective_seconds)

@@ -15,6 +15,11 @@ MIN_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its 
 PROMPT_WINDOW_ENTRIES = 8192  # log probabilities of a prompt that are on their way: 0.2 MiB as messages
 SHARED_WINDOW_VERSION = 2  # before it, each choice has a whole window
 
+# Entries of one frame of a router, whose messages take 30 times their bytes once parsed: numbers and credits together, and
+# attempts of its list by their least bytes (an id of 16, handle and positions).
+FRAME_ENTRIES = 2048
+MIN_ATTACH_BYTES = 24
+
 HELLO_SECONDS = 5.0  # from the connection to its first whole frame
 ATTACH_SECONDS = 10.0  # from the connection to AttachDone
 MAX_AGE_SECONDS = 3600.0  # of a link, ± AGE_SPREAD: certificates are checked again

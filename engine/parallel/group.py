@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
@@ -30,6 +31,7 @@ IDLE_SECONDS = 10 * 365 * 86400
 # A message up to this size, its length included, is one broadcast: a step of 256 single tokens is 6 KB.
 FRAME_BYTES = 16384
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
+CONNECT_SECONDS = 60.0  # of ranks that have all joined, to each other
 SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
 
@@ -118,10 +120,11 @@ class DistributedGroup:
         device: torch.device,
         listener: socket.socket | None = None,
         join_seconds: float = JOIN_SECONDS,
+        connect_seconds: float = CONNECT_SECONDS,
     ):
         """`address` is host:port of the leader's store, `listener` the leader's socket that listens there.
 
-        Raises SetupError if not all ranks join in time.
+        Raises SetupError if not all ranks join, or connect to each other, in time.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the communicator is made on the current device
@@ -144,13 +147,22 @@ class DistributedGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         # NCCL connects, and its threads open connections to the store, at the first operation, which may be later.
         with listening_meanwhile(descriptor) if backend == "gloo" else contextlib.nullcontext():
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=datetime.timedelta(seconds=IDLE_SECONDS),
-            )
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=datetime.timedelta(seconds=connect_seconds),
+                )
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise SetupError(
+                    f"rank {rank} of {size} did not connect to all others that joined at {address} within "
+                    f"{connect_seconds:.0f} s: {reason}",
+                    field="tensor_parallel",
+                ) from error
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=IDLE_SECONDS))
         self.rank = rank
         self.size = size
         self.arrivals = Arrivals()

@@ -9,6 +9,7 @@ from kv_transfer.outbox import MAX_TOGETHER
 from wire import common_pb2, handoff_pb2
 
 MAX_OFFERED = 16  # transports, and kinds of digest
+MAX_HELLO_BYTES = 1 << 20  # metadata of an agent has some KB, and a worker few ranks
 
 
 def check_together(message: handoff_pb2.PrefillToDecode) -> None:
@@ -38,6 +39,9 @@ def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLay
 
 
 def _check_hello(hello: handoff_pb2.Hello) -> None:
+    if hello.ByteSize() > MAX_HELLO_BYTES:
+        raise invalid("hello", f"{hello.ByteSize()} bytes, at most {MAX_HELLO_BYTES} may come")
+    check_name("prefill.address", hello.prefill.address)
     if not 0 < len(hello.prefill.worker_id) <= MAX_NAME:
         raise invalid("prefill.worker_id", f"must have 1 … {MAX_NAME} characters")
     if not can_share_heads(hello.layout):

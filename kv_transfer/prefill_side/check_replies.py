@@ -28,6 +28,10 @@ def check_welcome(
     if welcome.transport not in hello.transports:
         offered = ", ".join(hello.transports)
         raise _wrong("transport", f"{welcome.transport!r} was not offered ({offered})")
+    for one in welcome.ranks:
+        # The ranks write to an agent by its name; that of another worker would lead its hand-offs here.
+        if one.agent_name and not one.agent_name.startswith(f"{decode.worker_id}#"):
+            raise _wrong("ranks.agent_name", f"{one.agent_name[:80]!r} is not an agent of {decode.worker_id}")
     if not welcome.slot_bytes:
         raise _wrong("slot_bytes", "must be at least 1")
     if welcome.digests not in ("", *MODES):
@@ -43,6 +47,15 @@ def check_number_of_ranks(welcome: handoff_pb2.Welcome, layout: common_pb2.KvLay
     most = min(layout.tensor_parallel or 1, MAX_RANKS)
     if len(welcome.ranks) > most:
         raise _wrong("ranks", f"{len(welcome.ranks)} ranks, the decode worker has at most {most}")
+
+
+def check_same_agents(welcome: handoff_pb2.Welcome, earlier: handoff_pb2.Welcome) -> None:
+    """Check a repeated Welcome: it names the memory of the same agents. Each further one would be a connection that the
+    end of the link does not close. Raises TransportError."""
+    if [(one.rank, one.agent_name) for one in welcome.ranks] != [
+        (one.rank, one.agent_name) for one in earlier.ranks
+    ]:
+        raise _wrong("ranks", "a repeated Welcome names other agents")
 
 
 def check_together(reply: handoff_pb2.DecodeToPrefill) -> None:

@@ -22,6 +22,9 @@ from kv_transfer.transports.registry import TRANSPORTS
 from wire import common_pb2, handoff_pb2
 
 R = TypeVar("R")
+PartKey = tuple[int, int, int]  # source rank, target rank, number
+MAX_REQUESTS = 2  # of slots for one part: the decode worker may find it corrupted once
+MAX_ANSWERS = 2 * MAX_REQUESTS  # to them, that count as progress: a grant and a result each
 MAX_PARTS = 256  # of one hand-off: a trace does not need thousands
 
 
@@ -65,6 +68,14 @@ class PartTimes:
 
     def __iter__(self) -> Iterator[PartTime]:
         return iter(self._parts.values())
+
+
+@dataclass
+class PartRequests:
+    """Of slots for one part."""
+
+    asked: int = 0
+    answered: int = 0
 
 
 class PerRank(Generic[R]):
@@ -115,6 +126,7 @@ class OutgoingHandoff:
         self._commit_seconds = 0.0
         self._closed = False
         self._progressed = 0.0
+        self._requests: dict[PartKey, PartRequests] = {}
 
     @property
     def transfer_id(self) -> bytes:
@@ -134,7 +146,7 @@ class OutgoingHandoff:
                 m.OpenTransfer(
                     transfer_id=self.transfer_id,
                     request_id=request_id,
-                    peer=self.link.name,
+                    peer=self.link.key,
                     transport=agreed.transport,
                     flows=[flow for flow in flows if flow.source_rank == index],
                     held_tokens=self.held_tokens,
@@ -219,6 +231,7 @@ class OutgoingHandoff:
     def on_rank_event(self, event: m.FromSender) -> None:
         match event:
             case handoff_pb2.SlotRequest():
+                self._count_request(event)
                 if self._part_times is not None:
                     self._part_times.asked(event.source_rank, event.target_rank, event.part, event.bytes)
                 self.link.send(handoff_pb2.PrefillToDecode(slot_request=event))
@@ -264,6 +277,28 @@ class OutgoingHandoff:
             case "aborted":
                 self.fail(errors.from_wire(reply.aborted.error))
 
+    def _count_request(self, request: handoff_pb2.SlotRequest) -> None:
+        """A decode worker that finds a part corrupted again and again ends the hand-off."""
+        requests = self._requests.setdefault(_key(request), PartRequests())
+        requests.asked += 1
+        if requests.asked > MAX_REQUESTS:
+            self.fail(
+                errors.TransportError(
+                    f"{self.link.name} found part {request.part} of rank {request.source_rank} corrupted "
+                    f"{MAX_REQUESTS} times",
+                    field="verified",
+                )
+            )
+
     def _check(self, reply: handoff_pb2.SlotGrant | handoff_pb2.PartResult) -> None:
+        """Only answers to requests are progress, and only so many: else one that is repeated would keep the hand-off, its
+        blocks and its staging for ever."""
         check_ranks(reply, len(self.ranks), self.link.agreement.layout.tensor_parallel)
-        self._progressed = time.monotonic()
+        requests = self._requests.get(_key(reply))
+        if requests is not None and requests.answered < MAX_ANSWERS:
+            requests.answered += 1
+            self._progressed = time.monotonic()
+
+
+def _key(one: handoff_pb2.SlotRequest | handoff_pb2.SlotGrant | handoff_pb2.PartResult) -> PartKey:
+    return one.source_rank, one.target_rank, one.part

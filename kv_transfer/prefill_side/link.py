@@ -25,7 +25,7 @@ from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side.check_replies import check_welcome
 from kv_transfer.prefill_side.control_stream import ControlStream
-from kv_transfer.prefill_side.rank_connections import KnownWorkers, RankConnections
+from kv_transfer.prefill_side.rank_connections import KnownWorkers, RankConnections, worker_key
 from kv_transfer.ranks import SendingRank
 from kv_transfer.transports.registry import TRANSPORTS, fallback
 from wire import common_pb2, handoff_pb2
@@ -100,7 +100,12 @@ class LinkOwner(Protocol):
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
         """No write of the transfer is pending: the decode worker must get Drained, on this link or a later one."""
 
-    def drained_acknowledged(self, worker_id: str, transfer_id: bytes) -> None: ...
+    def drained_acknowledged(self, link: LinkToDecode, transfer_id: bytes) -> None: ...
+
+
+def link_key(decode: common_pb2.WorkerRef) -> str:
+    """A link, and its peer at our ranks, by all that a hand-off names of its decode worker."""
+    return f"{worker_key(decode)}@{decode.epoch:x}"
 
 
 class LinkToDecode:
@@ -118,6 +123,7 @@ class LinkToDecode:
     ):
         """`certificates`: the version of the files with which a link would be opened now."""
         self.name = f"{decode.worker_id}@{decode.epoch:x}"
+        self.key = link_key(decode)
         self.decode = decode
         self.hello = hello
         self.lost = False
@@ -130,7 +136,7 @@ class LinkToDecode:
         self._agreed: asyncio.Future[handoff_pb2.Welcome] = loop.create_future()
         self._agreed.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._connections = RankConnections(
-            self.name, hello.prefill.worker_id, decode.worker_id, ranks, known
+            self.key, hello.prefill.worker_id, worker_key(decode), ranks, known
         )
         self._handoffs: dict[bytes, Handoff] = {}
         self._reservations = Reservations()
@@ -213,7 +219,7 @@ class LinkToDecode:
         elif kind == "probe_result":
             self._connections.probed(reply.probe_result.arrived)
         elif kind == "drained_ack":
-            self._owner.drained_acknowledged(self.decode.worker_id, reply.drained_ack.transfer_id)
+            self._owner.drained_acknowledged(self, reply.drained_ack.transfer_id)
         elif kind is not None and kind != "beat":
             handoff = self._handoffs.get(getattr(reply, kind).transfer_id)
             if handoff is not None:
@@ -229,7 +235,7 @@ class LinkToDecode:
             self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(welcome)))
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
-        self._known.has_epoch(self.decode.worker_id, welcome.decode_epoch)
+        self._known.has_epoch(worker_key(self.decode), welcome.decode_epoch)
         try:
             if welcome.HasField("refused"):
                 raise errors.from_wire(welcome.refused)

@@ -33,11 +33,17 @@ Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
 
 
 class PendingDrainNotices:
-    def __init__(self, open_stream: Open, current_epoch: Callable[[common_pb2.WorkerRef], int]):
+    def __init__(
+        self,
+        open_stream: Open,
+        current_epoch: Callable[[common_pb2.WorkerRef], int],
+        key: Callable[[common_pb2.WorkerRef], str] = lambda decode: decode.worker_id,
+    ):
         """`open_stream` returns an open stream or raises BatonError; `current_epoch` is the worker's last known one, 0 if
-        it is not known."""
+        it is not known; messages of workers with the same `key` are one worker's."""
         self._open = open_stream
         self._current_epoch = current_epoch
+        self._key = key
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, dict[bytes, float]] = {}  # time of the last sending, oldest first
         self._delivering: set[str] = set()
@@ -47,7 +53,7 @@ class PendingDrainNotices:
 
     def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
         """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
-        waiting = self._waiting.setdefault(decode.worker_id, {})
+        waiting = self._waiting.setdefault(self._key(decode), {})
         if stream is None:
             waiting[transfer_id] = -TRY_SECONDS
         else:
@@ -56,24 +62,25 @@ class PendingDrainNotices:
             del waiting[next(iter(waiting))]
         self._start(decode, at_once=stream is None)
 
-    def acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
+    def acknowledged(self, key: str, transfer_id: bytes) -> None:
         """Drop the message: the worker has acted on it."""
-        waiting = self._waiting.get(worker_id, {})
+        waiting = self._waiting.get(key, {})
         if waiting.pop(transfer_id, None) is None:
             return
-        self._answered.add(worker_id)
+        self._answered.add(key)
         if not waiting:
-            self._forget(worker_id)
+            self._forget(key)
 
     def hand_over(self, decode: common_pb2.WorkerRef, stream: Stream) -> None:
         """Send all waiting messages on a stream that was just opened."""
-        self._given_up.pop(decode.worker_id, None)
-        if decode.worker_id in self._waiting:
-            self._repeat(decode.worker_id, stream, self._loop.time())
+        key = self._key(decode)
+        self._given_up.pop(key, None)
+        if key in self._waiting:
+            self._repeat(key, stream, self._loop.time())
             self._start(decode, at_once=False)
 
-    def waits_for(self, worker_id: str) -> bool:
-        return worker_id in self._waiting
+    def waits_for(self, key: str) -> bool:
+        return key in self._waiting
 
     def close(self) -> None:
         """Drop all messages: the exit of this process is the same proof."""
@@ -86,16 +93,17 @@ class PendingDrainNotices:
         waiting[transfer_id] = self._loop.time()
         stream.send_drained(transfer_id)
 
-    def _repeat(self, worker_id: str, stream: Stream, sent_before: float) -> None:
-        waiting = self._waiting.get(worker_id, {})
+    def _repeat(self, key: str, stream: Stream, sent_before: float) -> None:
+        waiting = self._waiting.get(key, {})
         due = [transfer_id for transfer_id, sent in waiting.items() if sent <= sent_before]
         for transfer_id in due[:MAX_TOGETHER]:
             self._send(waiting, transfer_id, stream)
 
     def _start(self, decode: common_pb2.WorkerRef, *, at_once: bool) -> None:
-        if decode.worker_id not in self._delivering:
-            self._given_up.pop(decode.worker_id, None)
-            self._delivering.add(decode.worker_id)
+        key = self._key(decode)
+        if key not in self._delivering:
+            self._given_up.pop(key, None)
+            self._delivering.add(key)
             self._background_tasks.spawn(self._deliver(decode, at_once))
 
     async def _deliver(self, decode: common_pb2.WorkerRef, at_once: bool) -> None:
@@ -104,17 +112,17 @@ class PendingDrainNotices:
         Logs the first failure and the end, not every try. A stream counts as one try however long it stays open; an
         acknowledgement starts the count again.
         """
-        worker_id, failed, failures = decode.worker_id, False, 0
+        key, failed, failures = self._key(decode), False, 0
         last: Stream | None = None
         try:
             while True:
                 if not at_once:
                     await asyncio.sleep(TRY_SECONDS)
                 at_once = False
-                if worker_id not in self._waiting:
+                if key not in self._waiting:
                     break
-                if worker_id in self._answered:
-                    self._answered.discard(worker_id)
+                if key in self._answered:
+                    self._answered.discard(key)
                     failures = 0
                 if failures >= TRIES:
                     break
@@ -123,39 +131,39 @@ class PendingDrainNotices:
                         stream = await self._open(decode)
                     failures += stream is not last
                     last = stream
-                    self._repeat(worker_id, stream, self._loop.time() - TRY_SECONDS)
+                    self._repeat(key, stream, self._loop.time() - TRY_SECONDS)
                 except (errors.BatonError, TimeoutError) as error:
                     failures += 1
                     if not failed:
-                        log.info("sending Drained to %s failed, retrying: %s", worker_id, _reason(error))
+                        log.info("sending Drained to %s failed, retrying: %s", key, _reason(error))
                     failed = True
                     decode = self._under_current_epoch(decode)
         finally:
-            self._delivering.discard(worker_id)
-            self._answered.discard(worker_id)
-        self._log_end(worker_id, failed)
+            self._delivering.discard(key)
+            self._answered.discard(key)
+        self._log_end(key, failed)
 
-    def _log_end(self, worker_id: str, failed: bool) -> None:
-        left = len(self._waiting.get(worker_id, ()))
+    def _log_end(self, key: str, failed: bool) -> None:
+        left = len(self._waiting.get(key, ()))
         if left:
             log.info(
                 "%s has not acknowledged %d Drained messages, which wait for its next stream",
-                worker_id,
+                key,
                 left,
             )
-            self._give_up(worker_id)
+            self._give_up(key)
         elif failed:
-            log.info("%s has acknowledged all Drained messages", worker_id)
+            log.info("%s has acknowledged all Drained messages", key)
 
-    def _give_up(self, worker_id: str) -> None:
+    def _give_up(self, key: str) -> None:
         """Open no more streams for the worker's messages; the next hand-off's stream carries them."""
-        self._given_up[worker_id] = None
+        self._given_up[key] = None
         while len(self._given_up) > MAX_GIVEN_UP:
             self._forget(next(iter(self._given_up)))
 
-    def _forget(self, worker_id: str) -> None:
-        self._given_up.pop(worker_id, None)
-        self._waiting.pop(worker_id, None)
+    def _forget(self, key: str) -> None:
+        self._given_up.pop(key, None)
+        self._waiting.pop(key, None)
 
     def _under_current_epoch(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
         epoch = self._current_epoch(decode)

@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer import messages as m
-from kv_transfer.prefill_side.check_replies import check_number_of_ranks
+from kv_transfer.prefill_side.check_replies import check_number_of_ranks, check_same_agents
 from kv_transfer.ranks import SendingRank
 from wire import common_pb2, handoff_pb2
 
 PROBE_SECONDS = 3.0
 # As many as the idle connections that a NIXL agent keeps: other workers have no connection
 MAX_WORKERS = 1024
+
+
+def worker_key(decode: common_pb2.WorkerRef) -> str:
+    """A decode worker at its address. Without TLS any process can be named as a decode worker at an address of its own:
+    what it says counts for that address only."""
+    return f"{decode.worker_id} at {decode.address}"
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Known:
 
 
 class KnownWorkers:
-    """Facts about decode workers that a prefill worker keeps after their streams have closed."""
+    """Facts about decode workers, by `worker_key`, that a prefill worker keeps after their streams have closed."""
 
     def __init__(self, max_workers: int = MAX_WORKERS):
         self._max_workers = max_workers
@@ -35,21 +41,21 @@ class KnownWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def epoch(self, worker_id: str) -> int:
-        return self._workers.get(worker_id, Known()).epoch
+    def epoch(self, key: str) -> int:
+        return self._workers.get(key, Known()).epoch
 
-    def was_reached(self, worker_id: str) -> bool:
-        return self._workers.get(worker_id, Known()).reached
+    def was_reached(self, key: str) -> bool:
+        return self._workers.get(key, Known()).reached
 
-    def has_epoch(self, worker_id: str, epoch: int) -> None:
-        self._met(worker_id).epoch = epoch
+    def has_epoch(self, key: str, epoch: int) -> None:
+        self._met(key).epoch = epoch
 
-    def is_reached(self, worker_id: str) -> None:
-        self._met(worker_id).reached = True
+    def is_reached(self, key: str) -> None:
+        self._met(key).reached = True
 
-    def _met(self, worker_id: str) -> Known:
-        known = self._workers.setdefault(worker_id, Known())
-        self._workers.move_to_end(worker_id)
+    def _met(self, key: str) -> Known:
+        known = self._workers.setdefault(key, Known())
+        self._workers.move_to_end(key)
         while len(self._workers) > self._max_workers:
             self._workers.popitem(last=False)
         return known
@@ -57,9 +63,9 @@ class KnownWorkers:
 
 @dataclass(eq=False)
 class RankConnections:
-    name: str  # the peer's, worker_id@epoch
+    name: str  # the peer's, `LinkToDecode.key`
     prefill_id: str
-    decode_id: str
+    decode_key: str
     ranks: Sequence[SendingRank]
     known: KnownWorkers
 
@@ -75,11 +81,13 @@ class RankConnections:
 
     def welcomed(self, welcome: handoff_pb2.Welcome) -> bool:
         """Take in a Welcome; a repeated one names new memory, which is connected at once. Returns whether it is the
-        first. Raises TransportError if it lists too many ranks."""
+        first. Raises TransportError if it lists too many ranks, or a repeated one other agents."""
         first = self._welcome is None
         if first:
             self._layout = welcome.layout
         check_number_of_ranks(welcome, self._layout)
+        if self._welcome is not None:
+            check_same_agents(welcome, self._welcome)
         self._welcome = welcome
         if not first:
             self.connect(welcome)
@@ -90,12 +98,12 @@ class RankConnections:
             m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
         ]
         for rank in self.ranks:
-            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect))
+            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect, self.decode_key))
 
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
         then a second one is sent, over new connections."""
-        for reconnect in (False, True) if self.known.was_reached(self.decode_id) else (False,):
+        for reconnect in (False, True) if self.known.was_reached(self.decode_key) else (False,):
             if self._closed:
                 return False
             self._answer = asyncio.get_running_loop().create_future()
@@ -104,7 +112,7 @@ class RankConnections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._answer:
-                        self.known.is_reached(self.decode_id)
+                        self.known.is_reached(self.decode_key)
                         return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.errors import TransportError
 from kv_transfer.messages import PROBE_PREFIX, Connect, PeerRank
@@ -11,6 +12,7 @@ from kv_transfer.transports.registry import Endpoints
 
 log = logging.getLogger(__name__)
 Agent = tuple[str, str]  # transport, agent name
+MAX_OWNERS = 4096  # more than the connections that an endpoint keeps, idle ones included
 
 
 class RankPeers:
@@ -22,6 +24,7 @@ class RankPeers:
         self._endpoints = endpoints
         self._writes_to = writes_to
         self._peers: dict[str, Connect] = {}
+        self._owners: dict[Agent, str] = {}  # `Connect.worker` of the last one
         self._leaving: set[str] = set()  # their link is lost; forgotten once none of their writes is pending
 
     def rank(self, name: str, rank: int) -> PeerRank:
@@ -36,6 +39,12 @@ class RankPeers:
         """Connect to each rank, and send it a probe if the message has a nonce. Raises TransportError."""
         self._leaving.discard(message.peer)
         self._peers[message.peer] = message
+        try:
+            self._own(message)
+        except TransportError:  # no write may go to such an agent; parts on the control stream need none
+            ranks = [replace(peer, agent_name="", metadata=b"") for peer in message.ranks]
+            self._peers[message.peer] = replace(message, ranks=ranks)
+            raise
         endpoint = self._endpoints[message.transport]
         for peer in message.ranks:
             if not peer.agent_name:
@@ -45,6 +54,20 @@ class RankPeers:
             endpoint.connect(peer.agent_name, peer.metadata)
             if message.nonce:
                 endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
+
+    def _own(self, message: Connect) -> None:
+        """Note whose agents these are. What an earlier worker at another address said of one is forgotten; while that
+        worker's link lasts, raises TransportError."""
+        for agent in self._agents(message.peer):
+            for name, other in self._peers.items():
+                if other.worker != message.worker and agent in self._agents(name):
+                    raise TransportError(f"the agent {agent[1]} is one of {name}, not of {message.peer}")
+            owner = self._owners.pop(agent, message.worker)
+            self._owners[agent] = message.worker
+            if owner != message.worker:
+                self._endpoints[agent[0]].forget(agent[1])
+        while len(self._owners) > MAX_OWNERS:
+            del self._owners[next(iter(self._owners))]
 
     def mend(self, name: str) -> None:
         """Connect again where a connection has broken while the link is open: the next hand-off need not fail."""

@@ -15,9 +15,9 @@ from cluster.security.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.memory import staging_bytes
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
-from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode
+from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode, link_key
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
-from kv_transfer.prefill_side.rank_connections import KnownWorkers
+from kv_transfer.prefill_side.rank_connections import KnownWorkers, worker_key
 from kv_transfer.prefill_side.stats import SenderStats, by_transport
 from kv_transfer.ranks import SendingRank, on_event_loop
 from kv_transfer.transports.registry import usable
@@ -48,9 +48,11 @@ class HandoffSender:
 
     def __post_init__(self) -> None:
         self.known = KnownWorkers()
-        self.notices = PendingDrainNotices(self.open, lambda decode: self.known.epoch(decode.worker_id))
+        self.notices = PendingDrainNotices(
+            self.open, lambda decode: self.known.epoch(worker_key(decode)), worker_key
+        )
         self.stats = SenderStats()
-        self._links: dict[str, LinkToDecode] = {}  # for the next hand-offs
+        self._links: dict[str, LinkToDecode] = {}  # for the next hand-offs, by their keys
         self._replaced: set[LinkToDecode] = set()  # until their own hand-offs have ended
         self._live: dict[bytes, OutgoingHandoff] = {}
         from_rank = on_event_loop(self._dispatch)
@@ -78,7 +80,7 @@ class HandoffSender:
 
     async def open(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
         """The link to a decode worker; a new one if there is none, or only an outdated one. Raises BatonError."""
-        link = self._links.get(f"{decode.worker_id}@{decode.epoch:x}")
+        link = self._links.get(link_key(decode))
         if link is not None and not link.lost and link.is_outdated():
             link.mark_replaced()
             self._replaced.add(link)
@@ -94,7 +96,7 @@ class HandoffSender:
                 at_message=self.faults.messages(),
                 certificates=lambda: self.peers.version,
             )
-            self._links[link.name] = link
+            self._links[link.key] = link
         await link.ready()
         return link
 
@@ -162,24 +164,24 @@ class HandoffSender:
 
     def closed(self, link: LinkToDecode) -> None:
         self._replaced.discard(link)
-        if self._links.get(link.name) is link:
-            del self._links[link.name]
+        if self._links.get(link.key) is link:
+            del self._links[link.key]
 
     def has_another(self, link: LinkToDecode) -> bool:
         others = (one for one in self._open_links() if one is not link and not one.lost)
-        return any(one.name == link.name for one in others)
+        return any(one.key == link.key for one in others)
 
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
         """Send Drained on the hand-off's link, or once that is lost on the worker's next one, until it is acknowledged.
 
         Two links have no order: on another one it could overtake the hand-off's abort, which may say that nothing is to
         be kept."""
-        current = self._links.get(link.name, link) if link.lost else link
+        current = self._links.get(link.key, link) if link.lost else link
         is_open = not current.lost and current.is_ready
         self.notices.keep(link.decode, transfer_id, current if is_open else None)
 
-    def drained_acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
-        self.notices.acknowledged(worker_id, transfer_id)
+    def drained_acknowledged(self, link: LinkToDecode, transfer_id: bytes) -> None:
+        self.notices.acknowledged(worker_key(link.decode), transfer_id)
 
     def _dispatch(self, event: m.FromSender) -> None:
         match event:
@@ -227,7 +229,7 @@ class HandoffSender:
 
     def _waits_for_acknowledgements(self) -> bool:
         links = self._links.values()
-        return any(self.notices.waits_for(link.decode.worker_id) for link in links if link.is_ready)
+        return any(self.notices.waits_for(worker_key(link.decode)) for link in links if link.is_ready)
 
 
 async def _while(holds: Callable[[], bool], seconds: float) -> None:

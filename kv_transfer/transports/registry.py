@@ -74,10 +74,17 @@ def check_carried(config: TransferConfig) -> None:
 
 
 def open_endpoints(
-    config: TransferConfig, worker_id: str, epoch: int, rank: int, *, host: str, tls: bool
+    config: TransferConfig,
+    worker_id: str,
+    epoch: int,
+    rank: int,
+    *,
+    host: str,
+    listen_host: str = "",
+    tls: bool,
 ) -> Endpoints:
     """Open a rank's endpoints. Raises TransportError or ConfigError, as `open_nixl` does."""
-    nixl = open_nixl(config, worker_id, epoch, rank, host=host, tls=tls)
+    nixl = open_nixl(config, worker_id, epoch, rank, host=host, listen_host=listen_host, tls=tls)
     return Endpoints([] if nixl is None else [nixl])
 
 

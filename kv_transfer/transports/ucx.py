@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.addresses import interface_of, is_loopback
+from cluster.addresses import WILDCARDS, interface_of, is_loopback
 from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError, TransportError
 from kv_transfer.transports.base import Endpoint
@@ -42,11 +42,13 @@ def open_nixl(
     rank: int,
     *,
     host: str = "127.0.0.1",
+    listen_host: str = "",
     tls: bool = False,
 ) -> Endpoint | None:
     """None if NIXL is not wanted, not safe, or does not start and is not required.
 
-    `host` is the address under which other workers reach this one: UCX listens on its interface only. UCX authenticates
+    `host` is the address under which other workers reach this one: UCX listens on its interface only; where no
+    interface has it (an address that a gateway translates), on that of `listen_host`, if that names one. UCX authenticates
     no peer, so with TLS (`tls`) and transport auto NIXL is used over RDMA only. Raises TransportError if NIXL is
     required and does not start, and ConfigError if UCX_TLS allows TCP and the settings do not.
     """
@@ -66,7 +68,7 @@ def open_nixl(
     from kv_transfer.transports.nixl import NixlEndpoint
 
     try:
-        with _environment(_ucx_settings(config, host, rdma_only)):
+        with _environment(_ucx_settings(config, host, rdma_only, listen_host)):
             return NixlEndpoint(f"{worker_id}#{epoch:x}/{rank}")
     except TransportError as error:
         if by_name or config.required == "nixl":
@@ -75,7 +77,9 @@ def open_nixl(
         return None
 
 
-def _ucx_settings(config: TransferConfig, host: str, rdma_only: bool) -> dict[str, str]:
+def _ucx_settings(
+    config: TransferConfig, host: str, rdma_only: bool, listen_host: str = ""
+) -> dict[str, str]:
     """Environment variables of UCX; those that the operator set are kept. Raises ConfigError."""
     settings = {}
     if config.port_range:
@@ -83,10 +87,19 @@ def _ucx_settings(config: TransferConfig, host: str, rdma_only: bool) -> dict[st
     if rdma_only:
         settings["UCX_TLS"] = _rdma_tls("require_transport" if config.require_transport else "transport")
     if "UCX_NET_DEVICES" not in os.environ:
-        interface = interface_of(host)
+        interface, own = interface_of(host), host
+        if not interface and listen_host not in WILDCARDS and (interface := interface_of(listen_host)):
+            log.warning(
+                "no interface of this machine has the address %s: NIXL listens on %s, which has %s, unless "
+                "UCX_NET_DEVICES names another",
+                host,
+                interface,
+                listen_host,
+            )
+            own = listen_host
         if interface:
             # UCX counts RDMA ports as devices too; a cluster on loopback needs none.
-            devices = [interface] if is_loopback(host) else [interface, *_rdma_ports()]
+            devices = [interface] if is_loopback(own) else [interface, *_rdma_ports()]
             settings["UCX_NET_DEVICES"] = ",".join(devices)
         else:
             log.warning(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cluster.link.framing import MAX_FRAME_BYTES
+from cluster.protocol.link import FRAME_ENTRIES
 from wire import link_pb2
 
 MAX_CLOSES = 65536  # unsent; the worker ends handles beyond them by its timer once the link is gone
-ENTRIES_A_FRAME = 2048  # of numbers and credits: 30 bytes each at most
 ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
 
 
@@ -45,7 +45,7 @@ class Outgoing:
         while self._credit or self._cancel or self._close or self._status or self._beat:
             frame = link_pb2.RouterFrame(beat=self._beat)
             self._beat = False
-            left = ENTRIES_A_FRAME
+            left = FRAME_ENTRIES
             for field, waiting in ((frame.cancel, self._cancel), (frame.status, self._status)):
                 field.extend(waiting[:left])
                 taken = len(field)

@@ -6,15 +6,21 @@ import math
 import multiprocessing
 import os
 import socket
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from cluster.errors import SetupError
 from engine.parallel.group import FRAME_BYTES, DistributedGroup, _listening, listen_at, listening_meanwhile
 from tests.harness.own_address import address_beside_loopback
+
+IDLE = 10.0  # seconds
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -27,6 +33,48 @@ def test_a_rank_whose_peers_do_not_join_reports_it(rank):
         DistributedGroup(
             rank, 2, address, torch.device("cpu"), listener if rank == 0 else None, join_seconds=1.0
         )
+
+
+def test_a_rank_that_joins_and_connects_to_no_other_ends_the_start():
+    """It dies between the two: the leader waited for ten years."""
+    address, listener = listen_at("127.0.0.1")
+    host, _, port = address.rpartition(":")
+    joined: list[Any] = []
+
+    def join() -> None:
+        found = dist.TCPStore(host, int(port), 2, False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        joined.append(found)
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    with pytest.raises(SetupError, match="rank 0 of 2 did not connect to all others") as caught:
+        DistributedGroup(0, 2, address, torch.device("cpu"), listener, connect_seconds=1.0)
+    assert caught.value.field == "tensor_parallel"
+    joining.join(30)
+    assert joined
+
+
+def idle_rank(rank: int, address: str, listener: socket.socket | None) -> None:
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener, connect_seconds=IDLE / 2)
+    if rank == 0:
+        time.sleep(IDLE)
+    assert group.share(b"plan" if rank == 0 else None) == b"plan"
+    group.close()
+
+
+@pytest.mark.long
+def test_an_idle_leader_is_waited_for_longer_than_ranks_may_take_to_connect():
+    address, listener = listen_at("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=idle_rank, args=(rank, address, None if rank else listener)) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    listener.close()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
 
 
 def listening() -> list[Any]:

@@ -67,7 +67,7 @@ def cache(rank: int, tensor_parallel: int) -> torch.Tensor:
 
 
 def endpoint() -> NixlEndpoint:
-    return NixlEndpoint(f"test-{os.getpid()}-{secrets.token_hex(4)}")
+    return NixlEndpoint(f"decode#test-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def endpoints(transfer: TransferConfig) -> Endpoints:

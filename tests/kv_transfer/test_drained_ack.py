@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from kv_transfer.prefill_side import pending_drain_notices, sender
+from kv_transfer.prefill_side.rank_connections import worker_key
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode
@@ -38,7 +39,7 @@ async def test_it_is_repeated_on_an_open_stream_until_it_is_acknowledged():
         await until(lambda: list(decode.drained()).count(transfer) >= 4, "said again and again")
         assert len(decode.streams) == 1
         decode.acknowledge(decode.streams[0], transfer)
-        await until(lambda: not prefill.sender.notices.waits_for("decode"), "acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for(worker_key(decode.ref)), "acknowledged")
         await asyncio.sleep(0.1)  # what was on its way
         said = len(list(decode.drained()))
         await asyncio.sleep(0.3)  # several pauses between two repetitions
@@ -57,7 +58,7 @@ async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream(
         await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")
         assert decode.streams[1].of("drained")[0].transfer_id == transfer
         decode.acknowledge(decode.streams[1], transfer)
-        await until(lambda: not prefill.sender.notices.waits_for("decode"), "acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for(worker_key(decode.ref)), "acknowledged")
 
 
 async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypatch):
@@ -75,7 +76,7 @@ async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypa
 async def test_every_hand_off_sends_drained_until_none_waits():
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         transfers = [await given_up(prefill, decode) for _ in range(20)]
-        await until(lambda: not prefill.sender.notices.waits_for("decode"), "all acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for(worker_key(decode.ref)), "all acknowledged")
         assert set(decode.drained()) == set(transfers)
         assert prefill.sender.live == 0
 
@@ -91,7 +92,7 @@ async def test_an_abandoned_reservation_sends_drained_too(monkeypatch):
         await asyncio.wait([opening])
         transfer = decode.streams[0].of("reserve")[1].transfer_id
         await until(lambda: transfer in set(decode.drained()), "said")
-        assert transfer in prefill.sender.notices._waiting["decode"]
+        assert transfer in prefill.sender.notices._waiting[worker_key(decode.ref)]
 
 
 async def test_a_closing_sender_waits_briefly_for_acknowledgements(monkeypatch):

@@ -90,6 +90,17 @@ def test_the_address_of_no_interface_is_named(caplog: pytest.LogCaptureFixture, 
     assert "192.0.2.77" in caplog.text and "UCX_NET_DEVICES" in caplog.text
 
 
+def test_where_no_interface_has_the_advertised_address_nixl_listens_on_that_of_the_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    """Without an interface UCX would listen on every one, also where the worker listens on one only."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    settings = _ucx_settings(TransferConfig(), "192.0.2.77", False, "127.0.0.1")
+    assert settings["UCX_NET_DEVICES"] == interface_of("127.0.0.1")
+    assert "192.0.2.77" in caplog.text and "127.0.0.1" in caplog.text
+    assert "UCX_NET_DEVICES" not in _ucx_settings(TransferConfig(), "192.0.2.77", False, "0.0.0.0")
+
+
 @pytest.mark.long
 def test_with_tls_nothing_listens_for_nixl_unless_it_is_named(tmp_path: Path) -> None:
     assert listens({"transport": "auto"}, tls=True) == [False, []]

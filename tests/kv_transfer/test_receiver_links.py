@@ -6,20 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.errors import (
-    TransportError,
-)
+from cluster.errors import InvalidRequestError, TransportError
 from kv_transfer.contract import Reservation
 from kv_transfer.decode_side import incoming, landing, peer, ring
 from kv_transfer.decode_side.ring import SlotState
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from wire import common_pb2
+from wire import common_pb2, handoff_pb2
 
 until = partial(until_true, seconds=15.0)
 
@@ -218,6 +217,52 @@ async def test_a_peer_that_asks_and_asks_ends_its_stream(decode, slow, monkeypat
     slow.go_on.set()
     await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
     assert decode.receiver.live == 0
+
+
+async def test_bytes_that_wait_are_bounded(decode, slow, monkeypatch):
+    """512 reservations could have 64 MiB each."""
+    monkeypatch.setattr(peer, "MAX_PENDING_BYTES", 5000)
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    slow.slow = True
+    transfers = [one.ask_to_reserve(500) for _ in range(4)]  # of 2 KB each
+    replies = [await one.received("reserve_reply", transfer) for transfer in transfers[2:]]
+    assert {reply.refused.code for reply in replies} == {"BlocksExhaustedError"}
+    (link,) = decode.receiver._peers.values()
+    assert 4000 < link._in_turn.pending_bytes <= 5000
+    slow.go_on.set()
+    for transfer in transfers[:2]:
+        assert not (await one.received("reserve_reply", transfer)).HasField("refused")
+    await until(lambda: link._in_turn.pending_bytes == 0, "none waits")
+
+
+async def test_what_waits_keeps_nothing_of_what_came_with_it():
+    """A field of a message keeps the memory of all of it."""
+    waiting: list[Any] = []
+
+    async def reserve(link: Any, request: Any) -> None:
+        waiting.append(request)
+
+    requests: Any = SimpleNamespace(reserve=reserve)
+    tasks: list[Any] = []
+    link = peer.PeerLink(requests, None, tasks.append, lambda kind, name: None)  # type: ignore[arg-type]
+    message = handoff_pb2.PrefillToDecode(reserve=handoff_pb2.Reserve(transfer_id=bytes(16)))
+    link._reserve(message.reserve)
+    await tasks.pop()
+    assert waiting == [message.reserve] and waiting[0] is not message.reserve
+
+
+async def test_a_stream_without_hello_ends(decode, monkeypatch):
+    """Beats alone would keep it open for ever."""
+    monkeypatch.setattr(peer, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(peer, "BEAT_SECONDS", 0.05)
+    one, greeted = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "greeted")
+    one.say(beat=common_pb2.Beat())
+    greeted.hello()
+    await until(lambda: one.ended, "it has ended")
+    assert isinstance(one.failure, InvalidRequestError) and one.failure.field == "hello"
+    beats = len(greeted.all("beat"))
+    await until(lambda: len(greeted.all("beat")) > beats, "the other one goes on")
 
 
 async def test_a_stream_that_ends_meanwhile_asks_the_engine_for_nothing_more(decode, slow):

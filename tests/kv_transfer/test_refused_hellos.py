@@ -17,8 +17,8 @@ from cluster.errors import (
 )
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
-from tests.kv_transfer.scripted_peer import ScriptedPeer
-from wire import common_pb2
+from tests.kv_transfer.scripted_peer import EPOCH, ScriptedPeer
+from wire import common_pb2, handoff_pb2
 
 until = partial(until_true, seconds=15.0)
 
@@ -52,6 +52,36 @@ REFUSED: dict[str, tuple[dict[str, Any], type[BatonError], str]] = {
     "digest kind": ({"digest_kinds": ["crc32"]}, TransportError, "digest_kinds"),
     "no digest kind": ({"digest_kinds": []}, TransportError, "digest_kinds"),
 }
+
+
+LONG: dict[str, tuple[dict[str, Any], str]] = {
+    "address": (
+        {"prefill": common_pb2.WorkerRef(worker_id="p", epoch=EPOCH, address="a" * 2000)},
+        "prefill.address",
+    ),
+    "metadata": ({"ranks": [handoff_pb2.RankEndpoint(agent_metadata=bytes(2 << 20))]}, "hello"),
+    "ranks": ({"ranks": [handoff_pb2.RankEndpoint(agent_name="a" * 100)] * 20_000}, "hello"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_long_hello_is_refused(decode, name):
+    """It is kept as long as its stream."""
+    changed, field = LONG[name]
+    one = ScriptedPeer(decode.receiver)
+    one.hello(**changed)
+    await until(lambda: one.ended, "the stream has ended")
+    assert isinstance(one.failure, InvalidRequestError) and one.failure.field == field
+    assert not decode.receiver._peers
+
+
+async def test_fields_that_are_not_known_are_not_kept(decode):
+    one = ScriptedPeer(decode.receiver)
+    other = common_pb2.WorkerRef.FromString(one.worker.SerializeToString() + b"\xfa\x3f\x7f" + bytes(127))
+    one.hello(prefill=other)
+    await one.received("welcome")
+    (link,) = decode.receiver._peers.values()
+    assert other.ByteSize() > 127 and link.prefill == one.worker and link.prefill.ByteSize() < 100
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, T
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
 from kv_transfer.outbox import MAX_TOGETHER
+from kv_transfer.prefill_side import handoff as handoff_module
 from kv_transfer.prefill_side import sender
 from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
@@ -207,6 +209,58 @@ async def test_a_sender_keeps_a_bounded_number_of_workers(monkeypatch):
             handoff = await prefill.open(ref, TOKENS)
             await handoff.abort("enough")
         assert len(prefill.sender.known) == 2
+
+
+async def test_a_part_that_is_found_corrupted_without_end_ends_its_hand_off():
+    """Each time it is granted another slot: blocks and staging would never be free."""
+    async with scripted_decode(welcome=welcome()) as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+
+        async def answer() -> None:
+            for generation in itertools.count(1):
+                await until(lambda: len(stream.of("slot_request")) >= generation, "a slot is asked for")  # noqa: B023
+                asked = stream.of("slot_request")[-1]
+                part = {"transfer_id": asked.transfer_id, "part": asked.part}
+                stream.say(slot_grant=handoff_pb2.SlotGrant(**part, slot=0, generation=generation))
+                stream.say(part_result=handoff_pb2.PartResult(**part, verified=False))
+
+        answering = asyncio.create_task(answer())
+        try:
+            with pytest.raises(TransportError, match="corrupted 2 times") as caught:
+                async with asyncio.timeout(10):
+                    await prefill.finish(handoff, TOKENS)
+            assert caught.value.field == "verified"
+        finally:
+            answering.cancel()
+        await handoff.abort("given up")
+        await handoff.drained()
+        assert prefill.sender.staging_used_bytes == 0
+
+
+async def test_repeated_and_unasked_answers_do_not_keep_a_hand_off(monkeypatch):
+    monkeypatch.setattr(handoff_module, "HANDOFF_STALL_SECONDS", 0.5)
+    async with scripted_decode(welcome=welcome()) as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+
+        async def answer() -> None:
+            for number in itertools.count(1):
+                for part in (0, number):
+                    grant = handoff_pb2.SlotGrant(
+                        transfer_id=handoff.transfer_id, part=part, slot=0, generation=1
+                    )
+                    stream.say(slot_grant=grant)
+                await asyncio.sleep(0.02)
+
+        answering = asyncio.create_task(answer())
+        try:
+            with pytest.raises(TransportError, match="nothing of the hand-off"):
+                async with asyncio.timeout(10):
+                    await prefill.finish(handoff, TOKENS)
+        finally:
+            answering.cancel()
+        await handoff.abort("given up")
 
 
 @pytest.mark.parametrize("seconds", [-math.inf, math.inf, math.nan, -1.0])

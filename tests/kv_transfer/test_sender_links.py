@@ -77,12 +77,68 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
         await handoff.abort("enough")
 
 
+async def test_a_worker_that_is_named_at_another_address_takes_no_hand_off_of_the_real_one():
+    """Without TLS whoever reaches a prefill worker's port can name decode workers, each at any address."""
+    async with (
+        scripted_decode() as false,
+        scripted_decode(acknowledges=True) as real,
+        prefill_side(config("grpc")) as prefill,
+    ):
+        assert false.ref.worker_id == real.ref.worker_id and false.ref.epoch == real.ref.epoch
+        given_up = await prefill.open(real.ref, TOKENS)
+        real.acknowledges = False
+        await given_up.abort("enough")
+        await until(lambda: given_up.transfer_id in set(real.drained()), "waits to be acknowledged")
+        taken = await prefill.open(false.ref, TOKENS)
+        handoff = await prefill.open(real.ref, TOKENS)
+        assert (taken.link.decode, handoff.link.decode) == (false.ref, real.ref)
+        assert len(false.streams[0].of("reserve")) == 1 and len(real.streams[0].of("reserve")) == 2
+        assert taken.link.key != handoff.link.key, "the ranks write to one of them each"
+        assert not false.streams[0].of("drained")
+        false.acknowledge(false.streams[0], given_up.transfer_id)
+        await taken.abort("enough")
+        await until(lambda: taken.transfer_id in set(false.drained()), "the false one has its own")
+        notices = prefill.sender.notices
+        assert given_up.transfer_id in notices._waiting[rank_connections.worker_key(real.ref)]
+        await handoff.abort("enough")
+
+
+@pytest.mark.parametrize("name", ["other#2/0", "decod#2/0", "decode", "decode2#2/0"])
+async def test_a_welcome_that_names_another_workers_agent_ends_the_link(name):
+    ranks = [handoff_pb2.RankEndpoint(rank=0, agent_name=name, agent_metadata=b"x")]
+    false = welcome(transport="nixl", ranks=ranks)
+    async with scripted_decode(welcome=false) as decode, prefill_side(config("nixl")) as prefill:
+        with pytest.raises(TransportError) as caught:
+            await prefill.sender.open(decode.ref)
+        assert caught.value.field == "ranks.agent_name"
+
+
+async def test_a_repeated_welcome_that_names_other_agents_ends_the_link(monkeypatch, long_probes):
+    """Each would be connected to, and only the last ones would be disconnected with the link."""
+    connected: list[m.Connect] = []
+    first = welcome(transport="nixl", ranks=endpoints("DRAM"))
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
+        monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
+        opening = asyncio.create_task(prefill.sender.open(decode.ref))
+        await until(lambda: any(isinstance(one, m.Connect) for one in connected), "it is probed")
+        other = handoff_pb2.RankEndpoint(rank=0, agent_name="another's", agent_metadata=b"x")
+        decode.streams[0].say(welcome=welcome(transport="nixl", ranks=[other]))
+        with pytest.raises(TransportError) as caught:
+            async with asyncio.timeout(10):
+                await opening
+        assert caught.value.field == "ranks"
+        connects = [one for one in connected if isinstance(one, m.Connect)]
+        assert not [rank for one in connects for rank in one.ranks if rank.agent_name == "another's"]
+
+
 async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch, long_probes):
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
     async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
         monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
-        prefill.sender.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
+        prefill.sender.known.is_reached(
+            rank_connections.worker_key(decode.ref)
+        )  # so a probe that fails is sent again
         opening = asyncio.create_task(prefill.sender.open(decode.ref))
         await until(lambda: bool(connected), "it is probed")
         decode.streams[0].say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))

@@ -14,7 +14,7 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
 from kv_transfer.contract import HandoffReport
-from kv_transfer.prefill_side.handoff import OutgoingHandoff
+from kv_transfer.prefill_side.handoff import MAX_REQUESTS, OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from tests.harness.reached import Reached
 from wire import common_pb2, handoff_pb2
@@ -24,7 +24,7 @@ REACHED = Reached(
         *("opened late", "opened at once", "slot asked for", "granted", "verified", "sent again"),
         *("senseless grant", "senseless result", "rank failed", "aborted by decode", "stream broken"),
         *("committed", "finish failed", "given up", "drained", "drained without a stream", "fenced"),
-        *("acknowledged", "opened under a later epoch"),
+        *("acknowledged", "opened under a later epoch", "found corrupted twice"),
     ]
 )
 RANKS = 2
@@ -33,6 +33,7 @@ OTHER = b"x" * 16  # of a hand-off that is not, or no longer, here
 EPOCH = 1
 REF = common_pb2.WorkerRef(worker_id="p", epoch=EPOCH, address="p:1")
 LAYOUT = common_pb2.KvLayout(num_kv_heads=2, tensor_parallel=RANKS)
+DECODE = "d at 127.0.0.1:1"  # by `worker_key`
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Link:
     """The stream to D, as a list of sent messages."""
 
     name: str = "d@2"
+    key: str = "d at 127.0.0.1:1@2"
     hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
     agreement: handoff_pb2.Welcome = field(
         default_factory=lambda: handoff_pb2.Welcome(
@@ -120,6 +122,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.fenced = False
         self.broken_before_drained = False
         self.acknowledged = False
+        self.asked: dict[tuple[int, int], int] = {}  # slots, by rank and part
 
     @initialize(
         know=st.sampled_from([RANKS, RANKS, RANKS, 0]),
@@ -144,7 +147,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.ranks = [Rank() for _ in range(RANKS)]
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
-        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender._links[self.link.key] = self.link  # type: ignore[assignment]
         reserve = handoff_pb2.Reserve(
             transfer_id=T, request_id="r", spec=common_pb2.GenerateSpec(n=1), token_count=16
         )
@@ -197,6 +200,14 @@ class SenderMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, RANKS - 1), part=st.integers(0, 3))
     def wants_slot(self, rank: int, part: int) -> None:
+        """The third time, D has found the part corrupted twice."""
+        asked = self.asked.get((rank, part), 0) + 1
+        if asked > MAX_REQUESTS:
+            if self.calm:
+                return
+            self.note("failed")
+            REACHED.hit("found corrupted twice")
+        self.asked[rank, part] = asked
         self.rank_says(
             rank,
             handoff_pb2.SlotRequest(transfer_id=T, source_rank=rank, target_rank=rank, part=part, bytes=64),
@@ -219,11 +230,11 @@ class SenderMachine(RuleBasedStateMachine):
             self.broken_before_drained |= self.link.lost and self.sender.live > 0
             self.rank_says(rank, m.TransferDrained(T, rank))
 
-    @precondition(lambda self: self.sender.notices.waits_for("d") and not self.link.lost)
+    @precondition(lambda self: self.sender.notices.waits_for(DECODE) and not self.link.lost)
     @rule(transfer=st.sampled_from([T, OTHER]))
     def acknowledges(self, transfer: bytes) -> None:
-        self.inside(lambda: self.sender.notices.acknowledged("d", transfer))
-        assert self.sender.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
+        self.inside(lambda: self.sender.notices.acknowledged(DECODE, transfer))
+        assert self.sender.notices.waits_for(DECODE) == (transfer != T), "something else was acknowledged"
         self.acknowledged = transfer == T
         REACHED.hit("acknowledged")
 
@@ -343,7 +354,7 @@ class SenderMachine(RuleBasedStateMachine):
 
     def is_drained_when_all_ranks_are(self) -> None:
         everywhere = self.drained_ranks == set(range(RANKS))
-        kept = T in self.sender.notices._waiting.get("d", {})
+        kept = T in self.sender.notices._waiting.get(DECODE, {})
         assert kept == (everywhere and not self.acknowledged), "Drained is kept until it is acknowledged"
         assert everywhere or not self.link.drained, "said before every handle is terminal"
         assert (self.sender.live == 0) == everywhere

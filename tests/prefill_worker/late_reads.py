@@ -110,6 +110,7 @@ class Link:
     """The link to a decode worker; the test sends its replies."""
 
     name: str = "d@2"
+    key: str = "d at 127.0.0.1:1@2"
     hello: handoff_pb2.Hello = field(
         default_factory=lambda: handoff_pb2.Hello(prefill=PREFILL, layout=LAYOUT)
     )
@@ -164,9 +165,9 @@ class World:
         self.runner.sink = self.rank
         self.sender = HandoffSender(worker=PREFILL, layout=LAYOUT, ranks=[self.rank], config=config)
         self.link = Link()
-        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender._links[self.link.key] = self.link  # type: ignore[assignment]
         self.sender.reserve = self._reserve  # type: ignore[assignment, method-assign]  # no stream to ask over
-        self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], "", "nixl"))
+        self.rank.handle(m.Connect(self.link.key, [m.PeerRank(0, "agent", b"")], "", "nixl"))
         parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
         self.role = PrefillRole(parts, self.sender)
         self.router = LinkedRouter(self.role.routers)

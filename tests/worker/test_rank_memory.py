@@ -61,7 +61,7 @@ def test_all_ranks_are_started_with_it(monkeypatch):
 
     def spawn(rank: int, target: object, config: WorkerConfig, *rest: object) -> Any:
         note(config)
-        return SimpleNamespace(wait_ready=lambda reports: SimpleNamespace(addresses=[]))
+        return SimpleNamespace(wait_ready=lambda reports, deadline: SimpleNamespace(addresses=[]))
 
     def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket, tell: object) -> Any:
         listener.close()

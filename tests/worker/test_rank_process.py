@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -270,6 +271,26 @@ def test_a_rank_of_another_version_is_refused_at_its_start():
     with pytest.raises(SetupError, match="rank 1 runs another version"):
         StartingRank(1, pipe, NoProcess()).wait_ready(Reports())
     theirs.close()
+
+
+def test_half_a_message_of_a_rank_that_froze_ends_the_start():
+    ours, theirs = Pipe()
+    os.write(theirs.fileno(), struct.pack("!i", 100) + b"half")
+    began = time.monotonic()
+    with pytest.raises(SetupError, match="rank 1 did not start"):
+        StartingRank(1, RankPipe(ours), NoProcess()).wait_ready(Reports(), began + 0.2)
+    theirs.close()
+
+
+def test_ranks_share_the_deadline_of_the_start():
+    """One after the other they could take it once each."""
+    pairs = [pipes() for _ in range(3)]
+    passed = time.monotonic() - 1.0
+    for rank, (pipe, _) in enumerate(pairs, 1):
+        with pytest.raises(SetupError, match=f"rank {rank} did not start"):
+            StartingRank(rank, pipe, NoProcess()).wait_ready(Reports(), passed)
+    for _, theirs in pairs:
+        theirs.close()
 
 
 def test_a_rank_that_its_leader_kills_has_not_failed():

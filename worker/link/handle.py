@@ -49,7 +49,17 @@ class Sends(Protocol):
 class Handle:
     """`number` stands for the attempt in every frame of its router's links."""
 
-    __slots__ = ("cancelling", "incarnation", "log", "machine", "number", "session", "timer", "transfer_id")
+    __slots__ = (
+        "cancelling",
+        "incarnation",
+        "log",
+        "machine",
+        "named_by",
+        "number",
+        "session",
+        "timer",
+        "transfer_id",
+    )
 
     def __init__(
         self,
@@ -64,6 +74,7 @@ class Handle:
         self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
         self.timer: asyncio.TimerHandle | None = None  # while its router has no link
         self.cancelling = False
+        self.named_by = 0  # serial of the last link whose list has named it
 
     @property
     def key(self) -> Key:

@@ -15,10 +15,13 @@ from cluster.protocol.link import SHARED_WINDOW_VERSION
 from cluster.protocol.times import DETACH_SECONDS
 from wire import link_pb2
 from worker.link.handle import Handle, HandleState, Key
+from worker.link.handle_numbers import HandleNumbers
 
 log = logging.getLogger(__name__)
-MAX_CANCELLED = 4096  # of one router: calls are on the way for a moment only
-MAX_NAMED = 65_536  # handles of a list
+# Numbers whose attempts have not come: of one router process, because calls are on the way for a moment only, and of all
+# (5 MiB), because each of a port's connections may be another one.
+MAX_EARLY = 4096
+MAX_EARLY_OF_ALL = 65_536
 
 
 class Session(Protocol):
@@ -51,9 +54,7 @@ class Router:
     serial: int = 0
     owner: Session | None = None  # the session with the highest serial, from its hello on
     session: Session | None = None  # the owner, once it has attached
-    named: set[int] = field(default_factory=set)  # by the owner's list, until it is complete
     handles: dict[int, Handle] = field(default_factory=dict)
-    cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
 
 class Routers:
@@ -74,6 +75,9 @@ class Routers:
         self._credited = credited
         self._detach_seconds = detach_seconds
         self._routers: dict[int, Router] = {}
+        self._cancelled = HandleNumbers(MAX_EARLY, MAX_EARLY_OF_ALL)  # before their attempt came
+        # By the owner's list, until it is complete; those with an attempt are marked themselves.
+        self._named = HandleNumbers(MAX_EARLY, MAX_EARLY_OF_ALL)
         self._background_tasks = BackgroundTasks()
 
     def __len__(self) -> int:
@@ -88,7 +92,7 @@ class Routers:
             return
         if key[1] in router.handles:
             raise InvalidRequestError(f"handle {key[1]} is in use", field="handle")
-        if key[1] in router.cancelled:
+        if self._cancelled.has(*key):
             raise StaleTransferError(f"handle {key[1]} was cancelled before its attempt came", field="handle")
 
     def open(self, handle: Handle) -> None:
@@ -133,7 +137,7 @@ class Routers:
             return False
         older, router.owner, router.session = router.owner, session, None
         router.serial = session.serial
-        router.named.clear()
+        self._named.drop(session.incarnation)
         if older is not None:
             self._detach(router)
             older.moved()
@@ -148,11 +152,11 @@ class Routers:
         if handle is not None and handle.transfer_id != attach.transfer_id:
             session.answer(link_pb2.HandleState(handle=attach.handle))
             return
-        if len(router.named) < MAX_NAMED:
-            router.named.add(attach.handle)
         if handle is not None:
+            handle.named_by = session.serial
             self._guarded(handle, partial(self._attach, session, handle, attach))
         else:  # its Run may come before the list is complete
+            self._named.add(session.incarnation, attach.handle)
             session.answer(link_pb2.HandleState(handle=attach.handle))
 
     @staticmethod
@@ -180,7 +184,7 @@ class Routers:
             return
         router.session = session
         for handle in list(router.handles.values()):
-            if handle.number < next_handle and handle.number not in router.named:
+            if handle.number < next_handle and not self._is_named(session, handle):
                 self._give_up(handle)
                 continue
             # Dispatched since it was named, or since the list was made.
@@ -190,7 +194,10 @@ class Routers:
                 handle.to(HandleState.OPEN, session)
                 self._credited(handle.transfer_id)
             session.due(handle)
-        router.named.clear()
+        self._named.drop(session.incarnation)
+
+    def _is_named(self, session: Session, handle: Handle) -> bool:
+        return handle.named_by == session.serial or self._named.has(session.incarnation, handle.number)
 
     def ended(self, session: Session) -> None:
         """The connection is closed. An older link's end changes nothing."""
@@ -198,6 +205,7 @@ class Routers:
         if router is None or router.owner is not session:
             return
         router.owner = router.session = None
+        self._named.drop(session.incarnation)
         self._detach(router)
         self._drop_idle(router)
 
@@ -229,11 +237,8 @@ class Routers:
 
     def _remember_cancelled(self, session: Session, number: int) -> None:
         """Its Run or Reserve may be on the way: the link may overtake them."""
-        router = self._routers.get(session.incarnation)
-        if router is not None:
-            router.cancelled[number] = None
-            if len(router.cancelled) > MAX_CANCELLED:
-                del router.cancelled[next(iter(router.cancelled))]
+        if session.incarnation in self._routers:
+            self._cancelled.add(session.incarnation, number)
 
     async def _cancel_and_answer(self, session: Session, handle: Handle) -> None:
         try:
@@ -308,3 +313,4 @@ class Routers:
     def _drop_idle(self, router: Router) -> None:
         if not router.handles and router.owner is None and self._routers.get(router.incarnation) is router:
             del self._routers[router.incarnation]
+            self._cancelled.drop(router.incarnation)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from cluster.errors import InvalidRequestError
 from cluster.link.framing import MAX_FRAME_BYTES, FrameReader, to_frame
-from cluster.protocol.link import common_version
+from cluster.protocol.link import FRAME_ENTRIES, MIN_ATTACH_BYTES, common_version
 from cluster.state_machine import StateMachine
 from wire import link_pb2
 from worker.link.handle import Handle
@@ -131,10 +131,20 @@ class Session:
 
     @staticmethod
     def _parsed(message: bytes) -> link_pb2.RouterFrame:
+        """The frame, which stays while its entries wait. Raises InvalidRequestError also where it has more of them than a
+        router's can have."""
         try:
-            return link_pb2.RouterFrame.FromString(message)
+            frame = link_pb2.RouterFrame.FromString(message)
         except DecodeError as error:
             raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
+        entries = len(frame.credit) + len(frame.status) + len(frame.cancel) + len(frame.close)
+        for field, count, limit in (
+            ("frame", entries, FRAME_ENTRIES),
+            ("attach", len(frame.attach), MAX_FRAME_BYTES // MIN_ATTACH_BYTES),
+        ):
+            if count > limit:
+                raise InvalidRequestError(f"a frame of {count} entries", field=field, limit=str(limit))
+        return frame
 
     def _take(self, frame: link_pb2.RouterFrame) -> Iterator[None]:
         """Dispatch a frame. A step is an entry."""

@@ -165,6 +165,7 @@ def open_rank(
         epoch,
         rank,
         host=advertised(config.host, config.advertise_host, config.redis_url),
+        listen_host=config.host,
         tls=config.tls_cert is not None,
     )
     faults = open_faults(config.fault_orders, config.worker_id)

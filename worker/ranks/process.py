@@ -130,14 +130,10 @@ class StartingRank:
         self._pipe = pipe
         self._process = process
 
-    def wait_ready(self, reports: RankReports) -> RemoteRank[Any, Any]:
-        """Raises SetupError if the rank does not start."""
-        try:
-            if not self._pipe.poll(START_SECONDS):
-                raise SetupError(f"rank {self.rank} did not start within {START_SECONDS:.0f} s")
-            first = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise SetupError(f"rank {self.rank} died while starting") from error
+    def wait_ready(self, reports: RankReports, deadline: float | None = None) -> RemoteRank[Any, Any]:
+        """Raises SetupError if the rank does not start until `deadline` (monotonic), START_SECONDS from now by default."""
+        seconds = START_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+        first = self._first_message(seconds)
         if isinstance(first, p.Failed):
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
         if not isinstance(first, p.Ready):
@@ -149,6 +145,25 @@ class StartingRank:
         ready: RemoteRank[Any, Any] = RemoteRank(self.rank, self._pipe, self._process, first.hello, reports)
         ready.listen()
         return ready
+
+    def _first_message(self, seconds: float) -> p.FromRankProcess:
+        """On a thread: a frozen rank, or a network, may deliver a part of it only."""
+        received: queue.SimpleQueue[p.FromRankProcess | Exception] = queue.SimpleQueue()
+
+        def receive() -> None:
+            try:
+                received.put(self._pipe.recv())
+            except (EOFError, OSError) as error:
+                received.put(error)
+
+        threading.Thread(target=receive, name=f"rank-{self.rank}-start", daemon=True).start()
+        try:
+            first = received.get(timeout=seconds)
+        except queue.Empty:
+            raise SetupError(f"rank {self.rank} did not start within {START_SECONDS:.0f} s") from None
+        if isinstance(first, Exception):
+            raise SetupError(f"rank {self.rank} died while starting") from first
+        return first
 
 
 def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> StartingRank:

@@ -104,7 +104,8 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
         placed, ray_head = place_ranks(config, epoch, address, range(here, size))
         starting += placed
     model = local.load(config, 0, address, listener, tell)
-    remote = [rank.wait_ready(reports) for rank in starting]
+    deadline = time.monotonic() + START_SECONDS  # of all: they load at the same time
+    remote = [rank.wait_ready(reports, deadline) for rank in starting]
     runner, own, addresses = local.open_rank(config, epoch, 0, model)
     return Ranks(
         runner,

@@ -71,14 +71,14 @@ class StatefulSets:
             pods: Any = self._core.list_namespaced_pod(
                 self._namespace, label_selector=scale.status.selector or "", _request_timeout=CALL_SECONDS
             )
-        owned = [pod for pod in pods.items if _belongs(pod, name)]
-        return PlatformPool(
-            target=scale.spec.replicas or 0,
-            terminating=sum(pod.metadata.deletion_timestamp is not None for pod in owned),
-            starting=sum(_starting(pod) for pod in owned),
-            unschedulable=sum(_unschedulable(pod) for pod in owned),
-            version=scale.metadata.resource_version or "",
-        )
+            owned = [pod for pod in pods.items if _belongs(pod, name)]
+            return PlatformPool(
+                target=_whole(scale.spec.replicas or 0),
+                terminating=sum(pod.metadata.deletion_timestamp is not None for pod in owned),
+                starting=sum(_starting(pod) for pod in owned),
+                unschedulable=sum(_unschedulable(pod) for pod in owned),
+                version=scale.metadata.resource_version or "",
+            )
 
     def scale(self, role: Role, replicas: int, seen: PlatformPool) -> None:
         name = self._names[role]
@@ -92,6 +92,13 @@ class StatefulSets:
 
     def close(self) -> None:
         self._api.close()  # type: ignore[no-untyped-call]
+
+
+def _whole(replicas: Any) -> int:
+    """Raises ValueError."""
+    if type(replicas) is not int or replicas < 0:
+        raise ValueError(f"{str(replicas)[:20]!r} replicas")
+    return replicas
 
 
 def _belongs(pod: Any, stateful_set: str) -> bool:
@@ -133,3 +140,6 @@ def _errors(what: str) -> Iterator[None]:
         raise UnavailableError(f"cannot {what}: the API answers {error.status} {error.reason}") from error
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise UnavailableError(f"cannot {what}: the API does not answer: {error}") from error
+    except Exception as error:  # the client's and `read`'s, of an answer with other fields or types
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnavailableError(f"cannot {what}: the API's answer is not such an object ({reason})") from error

@@ -12,7 +12,6 @@ from cluster.protocol.link import WINDOW_TOKENS
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, Pair, end, tokens
 from wire import common_pb2
-from worker.link import routers as worker_routers
 
 
 async def test_tokens_and_the_end_come_in_order(pair):
@@ -264,13 +263,13 @@ async def test_a_connection_without_hello_is_closed(pair, monkeypatch):
 
 
 async def test_cancelled_numbers_are_bounded(pair, monkeypatch):
-    monkeypatch.setattr(worker_routers, "MAX_CANCELLED", 3)
+    monkeypatch.setattr(pair.worker.routers._cancelled, "_of_one", 3)
     readings = [pair.read(opened=False, taken_in=False) for _ in range(5)]
     await pair.up()
     for one in readings:
         assert await one.handle.cancel(5.0)
-    (router,) = pair.worker.routers._routers.values()
-    assert list(router.cancelled) == [3, 4, 5]
+    (numbers,) = pair.worker.routers._cancelled._numbers.values()
+    assert list(numbers) == [3, 4, 5]
 
 
 async def test_links_of_workers_that_are_gone_close_once_nothing_is_read(pair):

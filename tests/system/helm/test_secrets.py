@@ -49,6 +49,22 @@ def test_helm_test_has_no_key_of_the_router(
         assert _secrets(pod, container) == expected
 
 
+@pytest.mark.parametrize(
+    ("files", "tls"), [((), {}), (("rdma-mtls.yaml",), {"t-baton-worker-tls": {"ca.crt"}})]
+)
+def test_the_autoscaler_has_neither_the_deployments_secret_nor_a_workers_key(
+    files: tuple[str, ...], tls: dict[str, set[str]], renderer: Renderer
+) -> None:
+    """It reads the registry and sizes pools: it hashes no blocks, and connects to no worker."""
+    sized = {role: {"replicas": None} for role in ("prefill", "decode")}  # else an example's own number
+    scaled = {"autoscaling": {"enabled": True}, **sized}
+    values = ValueSet(files, scaled, apis=VALUE_SETS["rdma-mtls"].apis)
+    (pod,) = [one for one in pods_of(renderer.render(values)) if one.component == "autoscaler"]
+    (container,) = pod.containers
+    assert "BATON_SECRET" not in {one["name"] for one in container["env"]}
+    assert _secrets(pod, container) == tls
+
+
 RAY_NODES = (
     "ray beside workers",
     "ray's state nowhere",

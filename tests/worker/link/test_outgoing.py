@@ -56,7 +56,9 @@ async def test_frames_stay_within_their_size_whatever_they_hold(worker, base):
         link.attach([number], choices=choices, next_handle=base + 999) if number == base + 39 else link.send(
             attach=[_attach(number, choices)]
         )
-    link.send(cancel=list(range(base + 4999, base + 8999)), status=numbers)
+    for begin in (base + 4999, base + 6999):
+        link.send(cancel=list(range(begin, begin + 2000)))
+    link.send(status=numbers)
     frames = link.read()
     assert max(link.sizes) <= MAX_FRAME_BYTES
     assert len(rows(frames)) == 30 * (7 * 128 + 33 * 2)

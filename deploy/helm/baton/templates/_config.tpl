@@ -185,8 +185,11 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- with include "baton.indexEnv" . | trim }}
 {{ . }}
 {{- end }}
+{{- /* The autoscaler hashes no blocks and reads no tickets. */}}
+{{- if ne .redisUser "autoscaler" }}
 - name: BATON_SECRET
   valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" .root.Values.deploymentSecret) | nindent 4 }}
+{{- end }}
 {{- with .root.Values.observability.otlpEndpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 - {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE)"}

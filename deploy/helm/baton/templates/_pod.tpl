@@ -229,7 +229,8 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
 {{- define "baton.secretVolumes" -}}
 {{- $values := .root.Values -}}
 {{- if $values.tls.enabled }}
-- {name: tls, secret: {secretName: {{ include "baton.tlsSecret" . }}, defaultMode: 0440}}
+{{- /* The autoscaler shows no certificate: it only checks Redis's. */}}
+- {name: tls, secret: {secretName: {{ include "baton.tlsSecret" . }}, defaultMode: 0440{{ if eq (.component | default "") "autoscaler" }}, items: [{key: ca.crt, path: ca.crt}]{{ end }}}}
 {{- end }}
 {{- if and (not $values.redis.enabled) $values.externalRedis.tlsSecret }}
 - {name: redis-tls, secret: {secretName: {{ $values.externalRedis.tlsSecret }}, defaultMode: 0440}}
