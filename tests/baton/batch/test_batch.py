@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -160,6 +161,10 @@ def test_bad_lines_are_named_and_nothing_is_sent(stub: Stub, tmp_path: Path) -> 
         (line("b", stream=True), "line 8: a batch's answers are not streamed"),
         ({**line("b"), "custom_id": 7}, "line 9: custom_id"),
         ({**line("b"), "extra": 7}, "line 10: unknown field 'extra'"),
+        (
+            '{"custom_id": "b", "url": "/v1/completions", "body": {"x": %s}}' % ("[" * 300 + "]" * 300),
+            "line 11: body",
+        ),
     )
     source = write(tmp_path / "in", line("a"), *(one for one, _ in bad))
     with pytest.raises(ConfigError) as caught:
@@ -169,6 +174,19 @@ def test_bad_lines_are_named_and_nothing_is_sent(stub: Stub, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="same file"):
         run_batch(source, source, Sending([stub.url]))
     assert not stub.seen
+
+
+def test_a_pipe_is_refused_as_its_requests_can_be_read_once(stub: Stub, tmp_path: Path) -> None:
+    """It was checked, and at the second reading empty: no request was sent, and the exit code was 0."""
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(line("a")).encode() + b"\n")
+    os.close(writing)
+    try:
+        with pytest.raises(ConfigError, match="no regular file"):
+            run_batch(Path(f"/dev/fd/{reading}"), tmp_path / "out", Sending([stub.url]))
+    finally:
+        os.close(reading)
+    assert not (tmp_path / "out").exists()
 
 
 def test_requests_are_sent_again_while_time_is_left(stub: Stub, tmp_path: Path) -> None:
