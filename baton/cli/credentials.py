@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import ValidationError
 
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from cluster.errors import ConfigError
 from cluster.security.keys import KeyEntry, new_key
 
+MOST_DAYS = 36_500  # dates end with the year 9999
 keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
 
@@ -29,7 +31,9 @@ KEY = Flags(KeyEntry, without={"id", "tenant", "key_sha256", "expires_at", "revo
 @KEY.add_to
 def new(
     tenant: Annotated[str, typer.Option(help="Owner of the key.")],
-    days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
+    days: Annotated[
+        int, typer.Option(min=0, max=MOST_DAYS, help="Valid for so many days; 0 = until revoked.")
+    ] = 0,
     **flags: Any,
 ) -> None:
     """Print a new key, once, and the entry to add to the file that --api-keys-file names.
@@ -45,8 +49,12 @@ def new(
         fields["expires_at"] = end.replace(microsecond=0)
     try:
         key, entry = new_key(tenant, **fields)
-    except ValueError as error:
-        raise ConfigError(f"no such key can be made: {error}", field="keys") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            f"no such key can be made: {name}: {problem['msg']}", field=name or "keys"
+        ) from error
     shown = entry.model_dump(mode="json", exclude_defaults=True)
     typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")
     typer.echo("# The entry for the keys file:")
@@ -58,7 +66,7 @@ def certs(
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address under which clients reach a router; repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long certificates are valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How long certificates are valid.")] = 365,
 ) -> None:
     """Make a development authority and certificates; again in the same directory: renew them."""
     from baton.local.certs import make_certs
