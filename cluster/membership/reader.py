@@ -262,6 +262,7 @@ class Members:
                 answer = await self._read(
                     keys=self._keys, args=[int(FORGET_SECONDS * 1000), seen, overdue_ms]
                 )
+            self._take_checked(answer, time.monotonic())
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if self.redis_ok:
@@ -270,8 +271,14 @@ class Members:
                 )
             self.redis_ok = False
             await disconnect_after_failover_async(self._client, error)
-            return
-        self._take(answer, time.monotonic())
+
+    def _take_checked(self, answer: Any, now: float) -> None:
+        """Raises redis.InvalidResponse: requests wait for a reading, and would fail by another exception."""
+        try:
+            self._take(answer, now)
+        except (TypeError, ValueError, LookupError):
+            self._generation = ""
+            raise redis.InvalidResponse("the answer to a reading of the registry is malformed") from None
 
     def _take(self, answer: Sequence[Any], now: float) -> None:
         generation, everything, *overdue = answer
