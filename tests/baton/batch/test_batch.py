@@ -129,6 +129,23 @@ def test_answers_are_lines_of_openai_s_form(stub: Stub, tmp_path: Path) -> None:
     assert len(stub.seen) == 6 and len(read(tmp_path / "out")) == 5
 
 
+@pytest.mark.parametrize("depth", [252, 253, 254, 400, 900])
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_that_is_nested_too_deep_is_a_failed_one(
+    stub: Stub, tmp_path: Path, depth: int, status: int
+) -> None:
+    """It was a traceback in the middle of a batch, of which no further request was sent."""
+    deep: Any = []
+    for _ in range(depth):
+        deep = [deep]
+    stub.reply = lambda body, _: (status, {}, deep) if body["prompt"] == "a" else (200, {}, {})
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    tally = run_batch(source, out, Sending([stub.url], concurrency=1, retry_seconds=0.0))
+    assert tally.succeeded + tally.failed == 2 and read(out)["b"]["response"]["status_code"] == 200
+    assert tally.failed == 1 or (status == 200 and depth == 252)
+    assert run_batch(source, out, Sending([stub.url])).left == 0, "the file can be read again"
+
+
 def test_a_run_goes_on_after_a_half_written_line(stub: Stub, tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(line(f"{i}") for i in range(5)))
     out = tmp_path / "out"
