@@ -8,6 +8,7 @@ from importlib import resources
 
 import redis
 
+from cluster.redis.reasons import reason
 from cluster.telemetry.metrics import router as metrics
 from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 
@@ -67,9 +68,7 @@ class QuotaScripts:
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if not self._backoff.is_failing:
-                log.warning(
-                    "quotas are not checked while Redis does not answer: %s", str(error) or "too slow"
-                )
+                log.warning("quotas are not checked: %s", reason(error))
             self._backoff.failed()
             return None
         self.seconds.observe(time.monotonic() - began)
