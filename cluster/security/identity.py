@@ -55,7 +55,7 @@ class Identity:
     def load_into(self, context: ssl.SSLContext) -> None:
         """Load certificate, key and authority into a context, which may be in use."""
         cert, key, ca = self._files
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, no_password)
         if ca is not None:
             context.load_verify_locations(ca)
 
@@ -100,6 +100,14 @@ def _advice(error: Exception) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
         return "; the key is that of another certificate"
     return "; certificate, key and authority are PEM files, each with its own content"
+
+
+def no_password() -> bytes:
+    """Called by OpenSSL for an encrypted key. Raises ValueError: OpenSSL would ask on the terminal, and the process would
+    serve nothing until there is an answer."""
+    raise ValueError(
+        "the key is encrypted; Baton asks for no password: store it without one, readable by its user only"
+    )
 
 
 def file_stamp(file: Path) -> tuple[int, int, int] | None:

@@ -15,6 +15,7 @@ import grpc
 import httpx
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, Client, ClientTls
@@ -170,6 +171,23 @@ def test_a_pair_that_does_not_match_is_logged_once(certs, tmp_path, caplog):
             now += 1
             one.current()
         assert len([record for record in caplog.records if "worker.key" in record.getMessage()]) == lines
+
+
+def test_an_encrypted_key_is_refused_without_a_question(certs, tmp_path):
+    """OpenSSL asked for its password on the terminal, also of a process that was serving."""
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    for name in ("worker", "client"):
+        file = live / f"{name}.key"
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+        password = serialization.BestAvailableEncryption(b"secret")
+        file.write_bytes(
+            key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password)
+        )
+    with pytest.raises(ConfigError, match="the key is encrypted; Baton asks for no password"):
+        identity(live, "worker")
+    with pytest.raises(ConfigError, match="the key is encrypted; Baton asks for no password"):
+        client_tls(live).credentials()
 
 
 def test_configuration_by_halves_is_refused(certs, tmp_path):
