@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ConfigError
+from cluster.security.replacement import check_replacement
 
 log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
@@ -65,6 +66,7 @@ class Identity:
             return
         try:
             pem = self._read()
+            check_replacement(pem.cert, self._pem.cert)
         except ConfigError as error:
             # Perhaps half of a rotation: certificate and key are two files. The next check reads them again.
             if stamp != self._logged:
