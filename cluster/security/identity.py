@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +55,9 @@ class Identity:
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Load certificate, key and authority into a context, which may be in use."""
-        cert, key, ca = self._files
-        context.load_cert_chain(cert, key, no_password)
-        if ca is not None:
-            context.load_verify_locations(ca)
+        """Load certificate, key and authority into a context, which may be in use: those that `current` returns, which are
+        not those of the files in the middle of a rotation."""
+        _load(self._pem, context, verify=self._files[2] is not None)
 
     def _refresh(self) -> None:
         stamp = self._now_stamp()
@@ -83,7 +82,7 @@ class Identity:
         try:
             pem = Pem(cert.read_bytes(), key.read_bytes(), ca.read_bytes() if ca is not None else b"")
             # OpenSSL refuses here what gRPC would refuse only at each handshake, without a message.
-            self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            _load(pem, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), verify=ca is not None)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             names = ", ".join(str(file) for file in self._files if file is not None)
             raise ConfigError(f"TLS files {names}: {error}{_advice(error)}", field="tls_cert") from None
@@ -91,6 +90,23 @@ class Identity:
 
     def _now_stamp(self) -> tuple[object, ...]:
         return tuple(file_stamp(file) for file in self._files if file is not None)
+
+
+def _load(pem: Pem, context: ssl.SSLContext, *, verify: bool) -> None:
+    """`verify`: there is an authority. Raises OSError or ValueError."""
+    with _file_of(pem.cert) as cert, _file_of(pem.key) as key, _file_of(pem.ca) as ca:
+        context.load_cert_chain(cert, key, no_password)
+        if verify:
+            context.load_verify_locations(ca)
+
+
+@contextlib.contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    """The path of a file that is in memory only: Python loads certificates and keys from files."""
+    with open(os.memfd_create("pem"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _advice(error: Exception) -> str:

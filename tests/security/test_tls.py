@@ -253,6 +253,27 @@ def test_any_certificate_replaces_one_that_has_expired(certs, tmp_path):
     assert one.version == 2
 
 
+def test_contexts_are_made_in_the_middle_of_a_rotation(certs, tmp_path):
+    """A router that had no link yet could open none; one whose files were then those of another role, a false one."""
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    one = identity(live, "router")
+    for name in ("router.key", "ca.pem"):
+        (live / name).write_text("half")
+    assert Peers(one).link_context() is not None
+    ListenerContext(one, ask_clients=True)
+    shutil.rmtree(live)
+    assert Peers(one).link_context() is not None
+
+
+def test_an_empty_authority_is_refused(certs, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    (live / "ca.pem").write_text("")
+    with pytest.raises(ConfigError, match=r"ca\.pem"):
+        identity(live, "router")
+
+
 def test_configuration_by_halves_is_refused(certs, tmp_path):
     ours = certs / "ours"
     with pytest.raises(ConfigError):
