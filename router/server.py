@@ -83,9 +83,9 @@ class Router:
         registry.add([ScrapeCollector([process.CERTIFICATE_EXPIRES.read(expires)])])
         self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients, member=member)
         self._grpc = GrpcEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
-        self._refreshing = Periodic(
-            "refreshing health, connections, keys and certificates", REFRESH_SECONDS, self._refresh
-        )
+        self._refreshing = Periodic("refreshing health and connections", REFRESH_SECONDS, self._refresh)
+        # Apart: keys of many tenants take seconds to parse, and the process would count as silent for as long.
+        self._reading = Periodic("reading keys and certificates", REFRESH_SECONDS, self._read_files)
         self._serving: asyncio.Task[None] | None = None
         self._without_parent: asyncio.Task[None] | None = None
         self._turned = time.monotonic()
@@ -120,6 +120,7 @@ class Router:
         if self._member is not None:
             self._without_parent = asyncio.create_task(self._close_ports(self._member))
         self._refreshing.start()
+        self._reading.start()
         for watch in self._watches:
             watch.start()
         # The objects of now live as long as the process: about 100,000, and a full collection that scanned them would
@@ -142,18 +143,18 @@ class Router:
         return [f"the event loop has stood still for {silent:.0f} s"] if silent > LOOP_STALL_SECONDS else []
 
     async def _refresh(self) -> None:
-        """Health follows readiness, connections to workers that are gone are closed, changed files are read."""
+        """Health follows readiness, connections to workers that are gone are closed."""
         self._turned = time.monotonic()
         self.gateway.beat()
         self._grpc.show_ready(self.gateway.ready())
         workers = self._services.members.all
         self._services.channels.keep_only({worker.address for worker in workers})
         self._services.links.keep_only(workers)
-        await asyncio.to_thread(self._read_files)
 
-    def _read_files(self) -> None:
-        self._keys.refresh()
-        self._http.refresh()
+    async def _read_files(self) -> None:
+        """Those that have changed."""
+        await asyncio.to_thread(self._keys.refresh)
+        await asyncio.to_thread(self._http.refresh)
 
     async def drain(self) -> None:
         """Fail readiness at once; after a moment for load balancers to notice, admit nothing more but on open HTTP
@@ -188,6 +189,7 @@ class Router:
         self._http.stop()
         await self._grpc.stop(GRACE_SECONDS)
         await self._refreshing.close(GRACE_SECONDS)
+        await self._reading.close(GRACE_SECONDS)
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._services.finish(GRACE_SECONDS)

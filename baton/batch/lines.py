@@ -174,4 +174,8 @@ def _request(line: bytes) -> Request:
         if not holds:
             raise _Fault(fault())
     assert isinstance(custom_id, str) and isinstance(body, dict)
+    try:
+        orjson.dumps(body)
+    except TypeError:  # its depth is bounded there, at a quarter of what is read
+        raise _Fault("body is nested too deep") from None
     return Request(custom_id, fields["url"], body)

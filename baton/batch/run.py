@@ -66,6 +66,11 @@ def run_batch(
 @contextlib.contextmanager
 def _opened(source: Path, target: Path, retry_failed: bool) -> Iterator[BinaryIO]:
     """The output file, open for appending, for this run alone, without a half-written line."""
+    if source.exists() and not (source.is_file() or source.is_dir()):
+        # A pipe would be empty the second time, and nothing of it would be sent.
+        raise ConfigError(
+            f"{source} is no regular file: a batch reads its input twice; save it first", field="input"
+        )
     try:
         lock = target.open("a+b", buffering=0)
     except OSError as error:

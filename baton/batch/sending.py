@@ -123,10 +123,14 @@ class Sender:
             return Outcome(error=("connection_error", f"{url}: {error or type(error).__name__}")), 0.0
         try:
             body = orjson.loads(answer.content)
-        except orjson.JSONDecodeError:
+            orjson.dumps(
+                {"response": {"body": body}}
+            )  # its depth is bounded there, at a quarter of what is read
+        except (orjson.JSONDecodeError, TypeError):
             body = answer.text
             if answer.status_code == 200:
-                return Outcome(error=("invalid_answer", f"{url}: an answer that is no JSON")), 0.0
+                reason = f"{url}: an answer that is no JSON, or is nested too deep"
+                return Outcome(error=("invalid_answer", reason)), 0.0
         request_id = answer.headers.get("x-request-id", "")
         return Outcome(answer.status_code, request_id, body), _wanted_seconds(answer)
 

@@ -17,6 +17,7 @@ from cluster.config.reasons import reason
 from cluster.errors import ConfigError
 from cluster.security.keys import KeyEntry, new_key
 
+MOST_DAYS = 36_500  # dates end with the year 9999
 keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
 
@@ -32,7 +33,9 @@ KEY = Flags(KeyEntry, without={"id", "tenant", "key_sha256", "expires_at", "revo
 @KEY.add_to
 def new(
     tenant: Annotated[str, typer.Option(help="Owner of the key.")],
-    days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
+    days: Annotated[
+        int, typer.Option(min=0, max=MOST_DAYS, help="Valid for so many days; 0 = until revoked.")
+    ] = 0,
     **flags: Any,
 ) -> None:
     """Print a new key, once, and the entry to add to the file that --api-keys-file names.
@@ -65,7 +68,7 @@ def certs(
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address under which clients reach a router; repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long certificates are valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How long certificates are valid.")] = 365,
 ) -> None:
     """Make a development authority and certificates; again in the same directory: renew them."""
     from baton.local.certs import make_certs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,11 +26,17 @@ from cluster.security.peer_names import ROUTER_NAME, WORKER_NAME
 AUTHORITY_DAYS = 3650
 # Clocks differ: a certificate made now must be valid on a machine whose clock is behind.
 SKEW = datetime.timedelta(minutes=5)
+# As resolvers take them: labels of up to 63 characters, the first one may be a wildcard; _ is usual in Compose.
+_HOST = re.compile(
+    r"(?:\*\.)?(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?", re.I
+)
 _CURVE = ec.SECP256R1()
 
 
 def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
     """Write new certificates, signed by existing authorities if there are any. Raises ConfigError."""
+    for host in hosts:
+        _check_host(host)
     if os.path.exists(directory) and not os.path.isdir(directory):
         raise ConfigError(f"--out {directory} is a file: name a folder", field="out")
     try:
@@ -125,6 +132,18 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _check_host(text: str) -> None:
+    """Raises ConfigError for a name that no client can look up: its certificate would fit no router."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if len(text) > 253 or not _HOST.fullmatch(text):
+            shown = text if len(text) <= 60 else f"{text[:60]}…"
+            raise ConfigError(
+                f"--host {shown!r} is neither the name of a host nor an address", field="host"
+            ) from None
 
 
 def _name(text: str) -> x509.GeneralName:

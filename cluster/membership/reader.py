@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -35,6 +35,7 @@ from cluster.protocol.times import (
 )
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.failover import disconnect_after_failover_async
+from cluster.redis.reasons import reason
 from wire import common_pb2
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
@@ -62,6 +63,7 @@ _TEXTS = (
 )
 STATUS_SECONDS = 1.0  # between two reads of the statuses while they are shown
 SHOWN_SECONDS = 5.0  # so long after they were shown last
+SLICE = 16  # registrations that are read in one run of the event loop
 WHOLE_SECONDS = 10.0  # workers of earlier versions change no generation
 log = logging.getLogger(__name__)
 
@@ -69,17 +71,34 @@ log = logging.getLogger(__name__)
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     """Parse the answer of the READ script."""
     now = int(answer[0])
+    return _sorted(_readable(now, answer[index : index + 5]) for index in range(2, len(answer), 5))
+
+
+async def _decode_in_slices(answer: Sequence[Any]) -> list[WorkerInfo]:
+    """`decode` while the event loop goes on: thousands of new registrations take more than a second."""
+    now = int(answer[0])
     workers = []
-    for index in range(2, len(answer), 5):
-        try:
-            workers.append(_worker(now, *answer[index + 1 : index + 5]))
-        except (
-            *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
-            *(DecodeError, InvalidRequestError),
-        ) as error:
-            # Of another version, or no worker at all: the other workers are used.
-            log.debug("the registration of worker %r is ignored: %r", answer[index], error)
-    return sorted(workers, key=lambda worker: worker.worker_id)
+    for number, index in enumerate(range(2, len(answer), 5), 1):
+        workers.append(_readable(now, answer[index : index + 5]))
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
+    return _sorted(workers)
+
+
+def _sorted(workers: Iterable[WorkerInfo | None]) -> list[WorkerInfo]:
+    return sorted((one for one in workers if one is not None), key=lambda worker: worker.worker_id)
+
+
+def _readable(now: int, values: Sequence[Any]) -> WorkerInfo | None:
+    """One worker's values. None: of another version, or no worker at all; the other workers are used."""
+    try:
+        return _worker(now, *values[1:])
+    except (
+        *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
+        *(DecodeError, InvalidRequestError),
+    ) as error:
+        log.debug("the registration of worker %r is ignored: %r", values[0], error)
+        return None
 
 
 def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains: bytes) -> WorkerInfo:
@@ -262,24 +281,30 @@ class Members:
                 answer = await self._read(
                     keys=self._keys, args=[int(FORGET_SECONDS * 1000), seen, overdue_ms]
                 )
+            await self._take_checked(answer, time.monotonic())
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if self.redis_ok:
-                log.warning(
-                    "Redis is out of reach; the last membership stays in use: %s", str(error) or "too slow"
-                )
+                log.warning("%s; the last membership stays in use", reason(error))
             self.redis_ok = False
             await disconnect_after_failover_async(self._client, error)
-            return
-        self._take(answer, time.monotonic())
 
-    def _take(self, answer: Sequence[Any], now: float) -> None:
+    async def _take_checked(self, answer: Any, now: float) -> None:
+        """Raises redis.InvalidResponse: requests wait for a reading, and would fail by another exception."""
+        try:
+            await self._take(answer, now)
+        except (TypeError, ValueError, LookupError):
+            self._generation = ""
+            raise redis.InvalidResponse("the answer to a reading of the registry is malformed") from None
+
+    async def _take(self, answer: Sequence[Any], now: float) -> None:
         generation, everything, *overdue = answer
         slots = int(everything[1]) if everything else self._slots
+        read = await _decode_in_slices(everything) if everything else None
         if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two reads
             self._back_since = now
         self.redis_ok, self._slots, self._generation, self.refreshed = True, slots, generation, now
-        named = decode(everything) if everything else self._with_leases(*overdue)
+        named = self._with_leases(*overdue) if read is None else read
         if everything:
             self._read_whole = now
         if named is not self._named or len(self._workers) != len(named):

@@ -15,6 +15,7 @@ from cluster.membership.registry import Registry
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then, WorkerInfo
 from cluster.protocol.times import LEASE_DEAD_SECONDS, RENEW_SECONDS
+from cluster.redis.reasons import reason
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class _Calls:
             self.errors += 1
             self._registry.failed(error)
             if not self.unreachable:
-                log.warning("Redis is out of reach; worker %s goes on without it: %s", self._worker_id, error)
+                log.warning("%s; worker %s goes on without it", reason(error), self._worker_id)
             self.unreachable = True
         except Exception:  # the thread goes on, or the lease would never be renewed
             if not self._failing:

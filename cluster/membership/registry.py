@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Literal, cast
+from typing import Literal
 
 import redis
 
@@ -17,6 +18,15 @@ from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.connect import connect
 from cluster.redis.failover import disconnect_after_failover
 from cluster.redis.memory import always_writes
+
+_DRAINS: Mapping[bytes, Then | Literal[""]] = {b"": "", b"exit": "exit", b"stay": "stay"}
+
+
+def _number(answer: object) -> int:
+    """Raises redis.InvalidResponse."""
+    if type(answer) is not int:
+        raise redis.InvalidResponse("the answer of the registry is malformed")
+    return answer
 
 
 def encode(info: WorkerInfo) -> str:
@@ -43,20 +53,22 @@ class Registry:
         published = json.dumps(status.encode())
         arguments: list[str | bytes] = [info.worker_id, info.name, encode(info), published, info.process]
         arguments += [drain or "", pack(info), str(above)]
-        return int(self._register(keys=self._keys, args=arguments))
+        return _number(self._register(keys=self._keys, args=arguments))
 
     def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:
         """Renew the lease. Returns the reason to drain; "": none; None: the worker must register again."""
         published = json.dumps(status.encode())
         drain = self._renew(keys=self._keys, args=[info.worker_id, info.name, info.slot, published])
-        return None if drain is None else cast(Then, drain.decode())
+        if drain is not None and (type(drain) is not bytes or drain not in _DRAINS):
+            raise redis.InvalidResponse("the answer to a renewal is malformed")  # no order to drain
+        return None if drain is None else _DRAINS[drain]
 
     def leave(self, info: WorkerInfo) -> None:
         self._leave(keys=self._keys, args=[info.worker_id, info.name, info.slot])
 
     def drain(self, worker_id: str, then: Then) -> int:
         """0: no such worker is registered; 1: it is marked now; 2: it was marked before."""
-        return int(self._drain(keys=self._keys, args=[worker_id, then]))
+        return _number(self._drain(keys=self._keys, args=[worker_id, then]))
 
     def failed(self, error: redis.RedisError) -> None:
         """Drop the connection to a server that is no longer the master."""

@@ -11,6 +11,7 @@ from redis.connection import parse_url
 
 from cluster.errors import ConfigError
 from cluster.redis.finder import Finder
+from cluster.redis.replies import BoundedAsyncParser, BoundedParser
 from cluster.redis.urls import Address, seeds_of, without_password
 
 CONNECT_SECONDS = 1.0
@@ -69,7 +70,7 @@ def _options(url: str, seconds: float | None) -> dict[str, Any]:
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
     """A blocking client, for threads of their own."""
-    seeds, options = seeds_of(url), _options(url, seconds)
+    seeds, options = seeds_of(url), {**_options(url, seconds), "parser_class": BoundedParser}
     if seeds is None:
         return redis.Redis.from_url(url, **options)
     connection = _FoundTls if seeds.tls else _Found
@@ -84,7 +85,7 @@ def connect_async(url: str, seconds: float = COMMAND_SECONDS) -> redis.asyncio.R
 
 def pool_async(url: str, seconds: float | None) -> redis.asyncio.ConnectionPool:
     """Connections for an event loop. `seconds` None: without deadlines, which its user then sets."""
-    seeds, options = seeds_of(url), _options(url, seconds)
+    seeds, options = seeds_of(url), {**_options(url, seconds), "parser_class": BoundedAsyncParser}
     if seeds is None:
         return redis.asyncio.ConnectionPool.from_url(url, **options)
     connection = _FoundTlsAsync if seeds.tls else _FoundAsync

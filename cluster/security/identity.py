@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ConfigError
+from cluster.security.replacement import check_replacement
 
 log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
@@ -53,11 +55,9 @@ class Identity:
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Load certificate, key and authority into a context, which may be in use."""
-        cert, key, ca = self._files
-        context.load_cert_chain(cert, key)
-        if ca is not None:
-            context.load_verify_locations(ca)
+        """Load certificate, key and authority into a context, which may be in use: those that `current` returns, which are
+        not those of the files in the middle of a rotation."""
+        _load(self._pem, context, verify=self._files[2] is not None)
 
     def _refresh(self) -> None:
         stamp = self._now_stamp()
@@ -65,6 +65,7 @@ class Identity:
             return
         try:
             pem = self._read()
+            check_replacement(pem.cert, self._pem.cert)
         except ConfigError as error:
             # Perhaps half of a rotation: certificate and key are two files. The next check reads them again.
             if stamp != self._logged:
@@ -81,7 +82,7 @@ class Identity:
         try:
             pem = Pem(cert.read_bytes(), key.read_bytes(), ca.read_bytes() if ca is not None else b"")
             # OpenSSL refuses here what gRPC would refuse only at each handshake, without a message.
-            self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            _load(pem, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), verify=ca is not None)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             names = ", ".join(str(file) for file in self._files if file is not None)
             raise ConfigError(f"TLS files {names}: {error}{_advice(error)}", field="tls_cert") from None
@@ -89,6 +90,23 @@ class Identity:
 
     def _now_stamp(self) -> tuple[object, ...]:
         return tuple(file_stamp(file) for file in self._files if file is not None)
+
+
+def _load(pem: Pem, context: ssl.SSLContext, *, verify: bool) -> None:
+    """`verify`: there is an authority. Raises OSError or ValueError."""
+    with _file_of(pem.cert) as cert, _file_of(pem.key) as key, _file_of(pem.ca) as ca:
+        context.load_cert_chain(cert, key, no_password)
+        if verify:
+            context.load_verify_locations(ca)
+
+
+@contextlib.contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    """The path of a file that is in memory only: Python loads certificates and keys from files."""
+    with open(os.memfd_create("pem"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _advice(error: Exception) -> str:
@@ -100,6 +118,14 @@ def _advice(error: Exception) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
         return "; the key is that of another certificate"
     return "; certificate, key and authority are PEM files, each with its own content"
+
+
+def no_password() -> bytes:
+    """Called by OpenSSL for an encrypted key. Raises ValueError: OpenSSL would ask on the terminal, and the process would
+    serve nothing until there is an answer."""
+    raise ValueError(
+        "the key is encrypted; Baton asks for no password: store it without one, readable by its user only"
+    )
 
 
 def file_stamp(file: Path) -> tuple[int, int, int] | None:

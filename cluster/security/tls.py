@@ -25,7 +25,7 @@ import grpc
 
 from cluster.addresses import is_loopback
 from cluster.errors import ConfigError
-from cluster.security.identity import Identity, Pem, make_identity
+from cluster.security.identity import Identity, Pem, make_identity, no_password
 from cluster.security.peer_names import WORKER_NAME, PeerNames
 
 if TYPE_CHECKING:
@@ -220,14 +220,14 @@ class ClientTls:
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key)
-        except OSError as error:  # ssl.SSLError is one
+                context.load_cert_chain(self.cert, self.key, no_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise self._unreadable(error) from error
         return context
 
-    def _unreadable(self, error: OSError) -> ConfigError:
+    def _unreadable(self, error: OSError | ValueError) -> ConfigError:
         names = ", ".join(str(file) for file in (self.ca, self.cert, self.key) if file is not None)
-        return ConfigError(f"TLS files {names}: {error.strerror or error}", field="tls")
+        return ConfigError(f"TLS files {names}: {getattr(error, 'strerror', None) or error}", field="tls")
 
 
 def router_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:

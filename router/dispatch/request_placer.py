@@ -35,6 +35,7 @@ class RequestPlacer:
         self._stats = stats
         self._packed_prompt = packed_prompt
         self._kv_group: KvGroup | None = None  # the workers that have it
+        self._failed_kv_groups: set[KvGroup] = set()  # that gave it no token
         self.excluded: dict[str, Reason] = {}  # by worker_id
         self.engine_failures = EngineFailures()
 
@@ -45,9 +46,7 @@ class RequestPlacer:
         where wanted, are still to come. Raises UnavailableError."""
         while True:
             try:
-                self._kv_group = self._services.placement.kv_group(
-                    self._kv_group, self._completion.served_model
-                )
+                self._kv_group = self._choose_kv_group(choices, scores)
                 spec = self.spec(choices, self._kv_group)
                 if not scores:
                     leave_out_prompt_logprobs(spec)
@@ -61,6 +60,17 @@ class RequestPlacer:
             else:
                 self._stats.placement_calls += 1
                 return spec, request, placed
+
+    def _choose_kv_group(self, choices: list[ChoiceStream], scores: bool) -> KvGroup:
+        """What the client has is continued by the same group. Before that another one is tried: all workers of a group may
+        be registered falsely, or broken in the same way."""
+        c, before = self._completion, self._kv_group
+        has_scores = c.sampling.prompt_logprobs and not scores
+        has_tokens = any(len(choice.output) > len(c.resume_tokens) for choice in choices)
+        if before is not None and not (has_scores or has_tokens):
+            self._failed_kv_groups.add(before)
+            before = None
+        return self._services.placement.kv_group(before, c.served_model, self._failed_kv_groups)
 
     def request(
         self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, kv_group: KvGroup

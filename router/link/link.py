@@ -221,6 +221,7 @@ class WorkerLink:
         older = self._connection
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
+        logged = ""  # the same reason is not logged at every attempt
         while self._connection is older:
             seconds = MOVED_SECONDS if self._is_moved else CONNECT_SECONDS
             try:
@@ -229,9 +230,11 @@ class WorkerLink:
                     self._greeting = None
             except (OSError, TimeoutError, BatonError) as error:
                 self._greeting = None
-                log.warning(
-                    "link to %s: opening its next connection failed; retrying: %s", self.worker.name, error
-                )
+                reason = str(error) or "no answer"
+                if reason != logged:
+                    text = "link to %s: opening its next connection failed; retrying: %s"
+                    log.warning(text, self.worker.name, reason)
+                logged = reason
                 await asyncio.sleep(RETRY_SECONDS[1] if self._is_moved else MOVE_PAUSE_SECONDS)
                 continue
             if self._connection is older:

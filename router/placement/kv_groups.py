@@ -1,14 +1,14 @@
 """Groups of workers between which KV can move: one model, one KV layout.
 
-During a rolling upgrade there are two. A request's prefill and decode worker are of one KV group, and so are those of
-its later attempts, until that group cannot serve any more.
+During a rolling upgrade there are two. A request's prefill and decode worker are of one KV group. Once a token of it has
+come, those of its later attempts are of the same group, until that cannot serve any more.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cluster.errors import UnavailableError
 from cluster.membership.facts import comparable
@@ -34,8 +34,9 @@ class KvGroups:
         if not self._serving and mode != "never":
             self._serving = list(self._weights)  # decode workers prefill by themselves
 
-    def choose(self, before: KvGroup | None, rng: random.Random) -> KvGroup:
-        """The group `before` if it serves, else one of the same model, else any, by the number of decode workers.
+    def choose(self, before: KvGroup | None, rng: random.Random, failed: Collection[KvGroup] = ()) -> KvGroup:
+        """The group `before` if it serves, else one of the same model, else any, by the number of decode workers; one of
+        `failed` only where all others have failed too.
 
         Raises UnavailableError where none serves.
         """
@@ -46,4 +47,5 @@ class KvGroups:
             return before
         same_model = [one for one in self._serving if before is not None and one.model_id == before.model_id]
         among = same_model or self._serving
+        among = [one for one in among if one not in failed] or among
         return among[0] if len(among) == 1 else rng.choices(among, [self._weights[one] for one in among])[0]

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 
@@ -67,6 +67,19 @@ class Decision:
         _, cached, cached_decode, uncached, *seconds = _ANSWER.unpack_from(answer)
         prefill, decode = answer[_ANSWER.size :].decode().split("\0")
         return cls(prefill, decode, cached, cached_decode, uncached, dict(zip(_TERMS, seconds, strict=True)))
+
+
+def _read(answer: Any) -> Decision | int | float:
+    """The script's answer; a float: the first token would come after so many seconds. Raises redis.InvalidResponse."""
+    try:
+        if isinstance(answer, bytes):
+            return Decision.unpack(answer)
+        refused = int(answer[0])
+        if refused == _TOO_LATE:
+            return float(answer[1])
+        return refused if refused == _LATER_RUN else Unplaced(refused)
+    except (struct.error, ValueError, TypeError, LookupError):
+        raise redis.InvalidResponse("the answer to a placement is malformed") from None
 
 
 class Matched(NamedTuple):
@@ -192,8 +205,8 @@ class PlaceScript:
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
-            refused = 0 if isinstance(answer, bytes) else int(answer[0])
-            if refused == _LATER_RUN:
+            decision = _read(answer)
+            if decision == _LATER_RUN:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
                 )
@@ -202,11 +215,10 @@ class PlaceScript:
             raise
         self.seconds.observe(time.monotonic() - began)
         self._answered()  # also where it refuses
-        if refused == _TOO_LATE:
-            raise too_late(request, float(answer[1]))
-        if refused:
-            return Unplaced(refused)
-        decision = Decision.unpack(answer)
+        if isinstance(decision, float):
+            raise too_late(request, decision)
+        if not isinstance(decision, Decision):
+            return Unplaced(decision)
         Histogram.observe_each(zip(self.cost_terms.values(), decision.terms.values(), strict=True))
         return decision
 

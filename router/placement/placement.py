@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import redis
@@ -93,9 +94,10 @@ class Placement:
             self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown, self._models)
         return self._eligibility
 
-    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
-        """Which workers a request for the model is for; `before`: those that had it last. Raises UnavailableError."""
-        return self.eligibility.kv_groups(model).choose(before, self._rng)
+    def kv_group(self, before: KvGroup | None, model: str = "", failed: Collection[KvGroup] = ()) -> KvGroup:
+        """Which workers a request for the model is for; `before`: those that its tokens are from; `failed`: those that
+        gave it none. Raises UnavailableError."""
+        return self.eligibility.kv_groups(model).choose(before, self._rng, failed)
 
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call, or two where the prefix index has a Redis of its own. Raises UnavailableError when a role

@@ -57,11 +57,20 @@ class RedisPoll:
         for reading, take, own in parts:
             refusal = next((one for one in answers[own] if isinstance(one, redis.RedisError)), None)
             if refusal is None:
-                take(answers[own])
-            else:
+                refusal = _taken(take, answers[own])
+            if refusal is not None:
                 reading.refused(refusal)
                 await self._failed(refusal)
 
     async def _failed(self, error: Exception) -> None:
         log.debug("Redis's memory use or the workers' load could not be read: %s", error)
         await disconnect_after_failover_async(self._client, error)
+
+
+def _taken(take: Callable[[Answers], None], answers: Answers) -> redis.RedisError | None:
+    """An error where the values are no such ones: others', or of another version."""
+    try:
+        take(answers)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        return redis.InvalidResponse(f"a value in Redis can't be read: {error}")
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import random
 import time
 from collections import deque
@@ -22,10 +23,12 @@ from redis.exceptions import NoScriptError
 from cluster.redis.connect import pool_async
 from cluster.redis.failover import FailoverError, says_failover
 from cluster.redis.memory import always_writes
+from cluster.redis.replies import BoundedReader
 
 Argument = bytes | str | int | float
 CLOSE_SECONDS = 1.0  # then a connection is aborted: a close over TLS waits for the server's close_notify
 _MORE = object()
+log = logging.getLogger(__name__)
 
 
 class ScriptLine:
@@ -143,7 +146,9 @@ class _Line(asyncio.Protocol):
         self._transport = writer.transport
         self._on_unanswered = on_unanswered
         self._loop = asyncio.get_running_loop()
-        self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
+        self._reader = BoundedReader(
+            hiredis.Reader(protocolError=redis.InvalidResponse, replyError=_error, notEnoughData=_MORE), _MORE
+        )
         self._asked: deque[asyncio.Future[Any]] = deque()
         self._lost = asyncio.Event()
         self.open = True
@@ -193,10 +198,22 @@ class _Line(asyncio.Protocol):
             self._close_if_idle()  # it may have been the last one that a retired connection waited for
 
     def data_received(self, data: bytes) -> None:
+        try:
+            self._read(data)
+        except redis.InvalidResponse as error:
+            # Where the next reply begins is unknown
+            log.warning("a connection to Redis is closed; what it answers is no reply: %s", error)
+            self.open = False
+            self._transport.abort()
+        self._close_if_idle()
+
+    def _read(self, data: bytes) -> None:
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not _MORE:
             if isinstance(reply, hiredis.PushNotification):
                 continue
+            if not self._asked:
+                raise redis.InvalidResponse("an answer without a call")
             if isinstance(reply, FailoverError):
                 self.open = False
             answer = self._asked.popleft()
@@ -207,7 +224,6 @@ class _Line(asyncio.Protocol):
                 answer.set_exception(reply)
             else:
                 answer.set_result(reply)
-        self._close_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False

@@ -141,7 +141,9 @@ class Settlement:
     async def settle(self) -> None:
         try:
             if not self._calls.run:
-                given = int(await self._send(0, 0, 0, "", 0, 0))
+                given = await self._send(0, 0, 0, "", 0, 0)
+                if type(given) is not int:
+                    raise redis.InvalidResponse("the answer to a router's first settlement is malformed")
                 self._calls.restart(given)
                 self._walk.abandon()
                 self._charges.restore_all()
@@ -158,9 +160,10 @@ class Settlement:
         changes = self._charges.changes()
         run, number, oldest = self._calls.settle()
         step = self._walk.next_step()
-        status, skipped, more, cursor, *found = await self._send(
-            run, number, oldest, step, *changes.arguments
-        )
+        answer = await self._send(run, number, oldest, step, *changes.arguments)
+        if not _is_settlement(answer):  # another exception would end the task that settles
+            raise redis.InvalidResponse("the answer to a settlement is malformed")
+        status, skipped, more, cursor, *found = answer
         if status in (_LATER_RUN, _LOST_TABLE):
             self._take_new_run(int(status))
             return
@@ -207,3 +210,13 @@ class Settlement:
                 await self.settle()
                 renewed = time.monotonic()
             await asyncio.sleep(SETTLE_SECONDS)
+
+
+def _is_settlement(answer: object) -> bool:
+    """status, fields skipped, whether there is more, the walk's cursor, transfer ids"""
+    return (
+        isinstance(answer, list)
+        and len(answer) >= 4
+        and all(type(one) is int for one in answer[:3])
+        and all(isinstance(one, bytes) for one in answer[3:])
+    )

@@ -8,6 +8,7 @@ from importlib import resources
 
 import redis
 
+from cluster.redis.reasons import reason
 from cluster.telemetry.metrics import router as metrics
 from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 
@@ -43,32 +44,35 @@ class QuotaScripts:
 
     async def charge(self, tenant: str, record: str, arguments: tuple[Argument, ...]) -> list[int] | None:
         """The answer of charge.lua; None: Redis did not answer in time."""
-        return await self._call(self._charge, tenant, record, arguments)
+        return await self._call(self._charge, 3, tenant, record, arguments)
 
     async def settle(self, tenant: str, record: str, arguments: tuple[Argument, ...]) -> bool:
         """False: Redis did not answer in time."""
-        return await self._call(self._settle, tenant, record, arguments) is not None
+        return await self._call(self._settle, 0, tenant, record, arguments) is not None
 
     async def close(self) -> None:
         await self._charge.close()
         await self._settle.close()
 
     async def _call(
-        self, script: ScriptCall, tenant: str, record: str, arguments: tuple[Argument, ...]
+        self, script: ScriptCall, size: int, tenant: str, record: str, arguments: tuple[Argument, ...]
     ) -> list[int] | None:
+        """`size`: numbers in the script's answer."""
         began = time.monotonic()
         try:
             answer = await script(script_keys(self._namespace, tenant, record), arguments, CALL_SECONDS)
+            if not (
+                isinstance(answer, list) and len(answer) == size and all(type(one) is int for one in answer)
+            ):
+                raise redis.InvalidResponse("the answer about a quota is malformed")
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if not self._backoff.is_failing:
-                log.warning(
-                    "quotas are not checked while Redis does not answer: %s", str(error) or "too slow"
-                )
+                log.warning("quotas are not checked: %s", reason(error))
             self._backoff.failed()
             return None
         self.seconds.observe(time.monotonic() - began)
         if self._backoff.is_failing:
             log.info("quotas are checked again")
         self._backoff.answered()
-        return answer if isinstance(answer, list) else []
+        return answer

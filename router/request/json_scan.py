@@ -71,7 +71,8 @@ def _without_escapes(text: bytes) -> bytes:
 
 def path_behind(head: bytes) -> str:
     """The path, such as `messages[0].content`, of the value that follows the beginning `head` of a valid message; at most
-    MAX_PATH characters of it. Empty if a name before it is there twice. As fast as the parser."""
+    MAX_PATH characters of it. Empty if the value is the message itself, or a name before it is there twice. As fast as the
+    parser. Raises ValueError if no value may follow `head`."""
     mark = secrets.token_hex(8)
     found, path = orjson.loads(head + f'"{mark}"'.encode() + _closing(head)), ""
     while isinstance(found, dict | list) and found:
@@ -88,5 +89,7 @@ def _closing(head: bytes) -> bytes:
     outside = marks[~(is_quote | (np.cumsum(is_quote, dtype=np.int32) & 1).astype(bool))]
     steps = _STEPS.take(outside)
     levels = np.cumsum(steps, dtype=np.int32)
+    if not len(levels):
+        return b""
     opened = (outside[(steps > 0) & (levels == level)][-1] for level in range(int(levels[-1]), 0, -1))
-    return b"".join(_CLOSES[int(one)] for one in opened) if len(levels) else b""
+    return b"".join(_CLOSES[int(one)] for one in opened)

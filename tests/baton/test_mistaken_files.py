@@ -163,3 +163,22 @@ def test_a_setting_of_one_process_that_is_misspelt(said, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("redis_ulr: redis://h")
     assert "there is no setting redis_ulr; write redis_url" in said("router", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", "a b", "x" * 300, "x" * 64 + ".example", "a..b", "http://a", "a:8000", "-a", "*", "a\nb"],
+)
+def test_certificates_for_what_is_no_host_are_not_made(tmp_path: Path, host: str) -> None:
+    """They were made without a word, and no client could use them."""
+    with pytest.raises(ConfigError) as refused:
+        make_certs(tmp_path / "certs", [host], 1)
+    assert refused.value.field == "host" and len(refused.value.message) < 200
+    assert not (tmp_path / "certs").exists(), "nothing is begun"
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "a.example", "*.a.example", "my_router", "10.0.0.1", "::1", "9.example"]
+)
+def test_certificates_for_hosts_are_made(tmp_path: Path, host: str) -> None:
+    assert len(make_certs(tmp_path, [host], 1)) == 5

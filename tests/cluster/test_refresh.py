@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -219,3 +220,43 @@ async def test_a_redis_that_was_emptied_is_read_again(
     await members.refresh()
     assert "other" in [worker.worker_id for worker in members.all]
     registry.close()
+
+
+async def test_the_event_loop_goes_on_while_many_registrations_are_read(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests waited more than a second while a router read 3,000 new ones."""
+    registration, turns, loop = encode(INFO).encode(), [0], asyncio.get_running_loop()
+    in_turn: Counter[int] = Counter()
+    read_one = reader._worker
+
+    def turn() -> None:
+        turns[0] += 1
+        if not members.all:
+            loop.call_soon(turn)
+
+    def counted(*values: Any) -> WorkerInfo:
+        in_turn[turns[0]] += 1
+        return read_one(*values)
+
+    async def many(**call: Any) -> list[Any]:
+        return [b"1", [1000, 4, *[b"w", registration, b"900", b"{}", b""] * 1000]]
+
+    monkeypatch.setattr(reader, "_worker", counted)
+    monkeypatch.setattr(members, "_read", many)
+    turn()
+    await members.refresh()
+    assert len(members.all) == 1000
+    assert max(in_turn.values()) <= reader.SLICE
+
+
+async def test_a_redis_that_answers_with_an_error_is_not_called_out_of_reach(
+    members: Members, redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await members.refresh()
+    with connect(redis_url) as client:
+        client.set(keys.members(namespace), "no hash")
+    members._generation = ""
+    await members.refresh()
+    assert "Redis answers with an error: " in caplog.text and "WRONGTYPE" in caplog.text
+    assert "out of reach" not in caplog.text

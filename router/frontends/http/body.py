@@ -78,9 +78,10 @@ async def read_json(
 def _unparsed(error: orjson.JSONDecodeError) -> InvalidRequestError:
     """Names the field where a number is valid JSON, but larger than the parser reads."""
     if is_too_large(error):
-        field = path_behind(error.doc[: error.pos].encode()) or "body"
-        limit = f"{sys.float_info.max:.2g}"
-        return InvalidRequestError(f"{field}: a number above {limit}", field=field, limit=limit)
+        with contextlib.suppress(ValueError):  # where no number may be
+            field = path_behind(error.doc[: error.pos].encode()) or "body"
+            limit = f"{sys.float_info.max:.2g}"
+            return InvalidRequestError(f"{field}: a number above {limit}", field=field, limit=limit)
     return InvalidRequestError(f"the body is not valid JSON: {error}", field="body")
 
 

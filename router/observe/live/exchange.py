@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 import redis
 
 from cluster.membership import keys
+from cluster.redis.reasons import reason
 from router.observe.live.report import RouterReport, decode, encode
 from router.placement.script_call import ScriptCall
 
@@ -48,16 +50,31 @@ class Exchange:
     async def _ask(self, report: bytes) -> dict[str, RouterCounts] | None:
         arguments = (self._router_id, report, int(FORGET_SECONDS * 1000))
         try:
-            answer = await self._call(self._keys, arguments, CALL_SECONDS)
+            read = _read(await self._call(self._keys, arguments, CALL_SECONDS))
         except (redis.RedisError, TimeoutError, OSError) as error:
             if not self._down:
-                log.warning(
-                    "the live view shows this router alone; Redis does not answer: %s",
-                    str(error) or "too slow",
-                )
+                log.warning("the live view shows this router alone: %s", reason(error))
             self._down = True
             return None
         self._down = False
-        triples = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
-        read = {name.decode(): (decode(raw), int(age) / 1000) for name, age, raw in triples}
-        return {name: RouterCounts(report, age) for name, (report, age) in read.items() if report is not None}
+        return read
+
+
+def _read(answer: Any) -> dict[str, RouterCounts]:
+    """Without what is no router's report. Raises redis.InvalidResponse."""
+    found = {}
+    try:
+        for name, age, raw in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
+            report = decode(raw)
+            if report is not None and (known := _name(name)) is not None:
+                found[known] = RouterCounts(report, int(age) / 1000)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        raise redis.InvalidResponse("the answer about the routers' reports is malformed") from None
+    return found
+
+
+def _name(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None

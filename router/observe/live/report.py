@@ -15,6 +15,7 @@ from wire import common_pb2
 
 MAX_PAIRS = 4096  # of workers; further ones are not counted
 MAX_COUNT = 2**63 - 1  # a report is JSON, and with a larger number there would be none
+MAX_SUMMED = 2**53  # of another router's report: sums of a thousand routers are JSON too
 RouterState = Literal["ready", "not ready", "draining"]
 Pair = tuple[str, str]  # prefill worker, decode worker
 
@@ -164,24 +165,41 @@ def decode(raw: bytes) -> RouterReport | None:
         fields: dict[str, Any] = orjson.loads(raw)
         return RouterReport(
             fields["state"] if fields["state"] in get_args(RouterState) else "not ready",
-            float(fields["uptime_seconds"]),
-            int(fields["in_flight"]),
+            _number(fields["uptime_seconds"], MAX_SUMMED),
+            int(_number(fields["in_flight"], MAX_SUMMED)),
             _decode_counts(fields),
         )
     except (KeyError, ValueError, TypeError, IndexError):
         return None
 
 
+def _number(value: Any, most: int) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is no number in 0 … {most}")
+    return float(value)
+
+
+def _count(value: Any, most: int = MAX_SUMMED) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no count")
+    _number(value, most)
+    return value
+
+
+def _histogram(pairs: Any) -> LatencyHistogram:
+    return LatencyHistogram.from_pairs((bucket, _count(count)) for bucket, count in pairs)
+
+
 def _decode_counts(fields: dict[str, Any]) -> Counts:
     return Counts(
-        Requests(*map(int, fields["requests"])),
-        int(fields["prompt_tokens"]),
-        int(fields["cached_tokens"]),
-        int(fields["output_tokens"]),
-        LatencyHistogram.from_pairs(fields["ttft"]),
-        LatencyHistogram.from_pairs(fields["itl"]),
+        Requests(*map(_count, fields["requests"])),
+        _count(fields["prompt_tokens"]),
+        _count(fields["cached_tokens"]),
+        _count(fields["output_tokens"]),
+        _histogram(fields["ttft"]),
+        _histogram(fields["itl"]),
         {
-            (str(sender), str(receiver)): PairTraffic(int(size), int(handoffs))
+            (str(sender), str(receiver)): PairTraffic(_count(size, MAX_COUNT), _count(handoffs))
             for sender, receiver, size, handoffs in fields["flows"]
         },
     )

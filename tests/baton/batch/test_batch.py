@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -128,6 +129,23 @@ def test_answers_are_lines_of_openai_s_form(stub: Stub, tmp_path: Path) -> None:
     assert len(stub.seen) == 6 and len(read(tmp_path / "out")) == 5
 
 
+@pytest.mark.parametrize("depth", [252, 253, 254, 400, 900])
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_that_is_nested_too_deep_is_a_failed_one(
+    stub: Stub, tmp_path: Path, depth: int, status: int
+) -> None:
+    """It was a traceback in the middle of a batch, of which no further request was sent."""
+    deep: Any = []
+    for _ in range(depth):
+        deep = [deep]
+    stub.reply = lambda body, _: (status, {}, deep) if body["prompt"] == "a" else (200, {}, {})
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    tally = run_batch(source, out, Sending([stub.url], concurrency=1, retry_seconds=0.0))
+    assert tally.succeeded + tally.failed == 2 and read(out)["b"]["response"]["status_code"] == 200
+    assert tally.failed == 1 or (status == 200 and depth == 252)
+    assert run_batch(source, out, Sending([stub.url])).left == 0, "the file can be read again"
+
+
 def test_a_run_goes_on_after_a_half_written_line(stub: Stub, tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(line(f"{i}") for i in range(5)))
     out = tmp_path / "out"
@@ -160,6 +178,10 @@ def test_bad_lines_are_named_and_nothing_is_sent(stub: Stub, tmp_path: Path) -> 
         (line("b", stream=True), "line 8: a batch's answers are not streamed"),
         ({**line("b"), "custom_id": 7}, "line 9: custom_id"),
         ({**line("b"), "extra": 7}, "line 10: unknown field 'extra'"),
+        (
+            '{"custom_id": "b", "url": "/v1/completions", "body": {"x": %s}}' % ("[" * 300 + "]" * 300),
+            "line 11: body",
+        ),
     )
     source = write(tmp_path / "in", line("a"), *(one for one, _ in bad))
     with pytest.raises(ConfigError) as caught:
@@ -169,6 +191,19 @@ def test_bad_lines_are_named_and_nothing_is_sent(stub: Stub, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="same file"):
         run_batch(source, source, Sending([stub.url]))
     assert not stub.seen
+
+
+def test_a_pipe_is_refused_as_its_requests_can_be_read_once(stub: Stub, tmp_path: Path) -> None:
+    """It was checked, and at the second reading empty: no request was sent, and the exit code was 0."""
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(line("a")).encode() + b"\n")
+    os.close(writing)
+    try:
+        with pytest.raises(ConfigError, match="no regular file"):
+            run_batch(Path(f"/dev/fd/{reading}"), tmp_path / "out", Sending([stub.url]))
+    finally:
+        os.close(reading)
+    assert not (tmp_path / "out").exists()
 
 
 def test_requests_are_sent_again_while_time_is_left(stub: Stub, tmp_path: Path) -> None:

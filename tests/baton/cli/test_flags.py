@@ -273,6 +273,18 @@ def test_a_new_keys_limit_of_0_is_the_default_but_no_weight_is_0():
     assert isinstance(refused.exception, ConfigError) and "weight" in str(refused.exception)
 
 
+@pytest.mark.parametrize("days", ["-1", "999999999"])
+def test_a_key_neither_has_ended_already_nor_lasts_beyond_the_calendar(days):
+    result = CliRunner().invoke(app, ["keys", "new", "--tenant", "acme", "--days", days])
+    assert result.exit_code == 2 and "--days" in result.output
+
+
+def test_a_tenants_name_that_none_may_have_is_one_sentence():
+    result = CliRunner().invoke(app, ["keys", "new", "--tenant", "a\nb"])
+    assert isinstance(result.exception, ConfigError) and result.exception.field == "tenant"
+    assert "\n" not in result.exception.message and "pydantic" not in result.exception.message
+
+
 def test_a_keys_own_limits_go_before_the_routers():
     config = RouterConfig(model="m", requests_per_minute_per_tenant=30, tokens_per_minute_per_tenant=5000)
     gateway: Any = SimpleNamespace(config=config)

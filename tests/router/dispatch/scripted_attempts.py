@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,7 +187,7 @@ class World:
         self.services = Services(config, text, members, stand_in, stand_in, Links("r"), stand_in)
         self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
 
-    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
+    def kv_group(self, before: KvGroup | None, model: str = "", failed: Collection[KvGroup] = ()) -> KvGroup:
         return KvGroup("m", 16, b"")
 
     async def charge(self, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ class Refusing:
     def __init__(self) -> None:
         self.asked: list[PlacementRequest] = []
 
-    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
+    def kv_group(self, before: KvGroup | None, model: str = "", failed: Collection[KvGroup] = ()) -> KvGroup:
         return KvGroup("m", 16, b"")
 
     async def place(self, request: PlacementRequest) -> Placed:

@@ -224,7 +224,7 @@ async def test_a_removed_authority_opens_nothing_and_keeps_nothing(secured, auth
     )
 
 
-async def test_a_link_that_does_not_move_at_once_is_tried_again(secured, authorities, monkeypatch):
+async def test_a_link_that_does_not_move_at_once_is_tried_again(secured, authorities, monkeypatch, caplog):
     monkeypatch.setattr(links, "MOVE_PAUSE_SECONDS", 0.2)
     one = secured.read()
     await secured.up()
@@ -237,7 +237,8 @@ async def test_a_link_that_does_not_move_at_once_is_tried_again(secured, authori
 
     secured.link._opener.greet = fails
     secured.router_files.put(authorities[0])
-    await until(lambda: len(failures) >= 2, "it was tried twice")
+    await until(lambda: len(failures) >= 3, "it was tried three times")
+    assert caplog.text.count("no route") == 1, "each reason is logged once, not at every attempt"
     tokens(one.log, 0, 5)
     await until(lambda: len(one.tokens[0]) == 5, "the older one serves")
     assert secured.serial == serial

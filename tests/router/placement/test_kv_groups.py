@@ -63,3 +63,15 @@ def test_a_request_stays_with_its_kind_then_with_its_model() -> None:
     assert {rest.choose(before, rng) for _ in range(50)} == {kv_group_of(same_model)}
     gone = KvGroups([], other_model, "fallback")
     assert gone.choose(before, rng) == kv_group_of(other_model[0])
+
+
+def test_a_group_that_failed_is_chosen_only_where_all_have_failed() -> None:
+    """A false registration of a group of its own was tried again until the request's time was over."""
+    rng = random.Random(1)
+    false, *true = (worker("decode", index, dtype=str(index)) for index in range(3))
+    groups = KvGroups([], [false, *true], "fallback")
+    failed = {kv_group_of(false)}
+    assert {groups.choose(None, rng, failed) for _ in range(50)} == {kv_group_of(one) for one in true}
+    everyone = {kv_group_of(one) for one in (false, *true)}
+    assert {groups.choose(None, rng, everyone) for _ in range(50)} == everyone
+    assert groups.choose(kv_group_of(false), rng, failed) == kv_group_of(false), "its tokens are from there"

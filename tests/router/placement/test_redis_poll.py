@@ -50,6 +50,19 @@ async def test_a_reading_that_redis_refuses_stops_no_other(client, namespace, at
     assert not readings[at].taken and len(readings[at].errors) == 1
 
 
+async def test_a_value_that_a_reading_cannot_read_stops_no_other(client, namespace):
+    await client.set(namespace, "no number")
+    wrong, other = Reading("GET", namespace), Reading("EXISTS", namespace)
+
+    def take_number(answers: Answers) -> None:
+        wrong.taken.append([int(answers[0])])
+
+    wrong.ask = lambda pipeline: (Reading.ask(wrong, pipeline), take_number)[1]  # type: ignore[method-assign]
+    await RedisPoll(client, [wrong, other]).read()
+    assert other.taken == [[1]] and not wrong.taken
+    assert [type(one) for one in wrong.errors] == [redis.InvalidResponse]
+
+
 async def test_without_an_answer_nothing_is_taken(tmp_path):
     away = redis.asyncio.Redis(unix_socket_path=str(tmp_path / "nothing"))
     reading = Reading("GET", "x")

@@ -95,3 +95,21 @@ async def test_a_retired_connection_is_closed_when_its_last_call_is_cancelled():
         assert connection._transport.is_closing() is closing
     await line.close()
     hanging.close()
+
+
+@pytest.mark.parametrize("reply", [b"*2000000000\r\n", b"HTTP/1.1 400\r\n", b":1\r\n:2\r\n"])
+async def test_a_connection_without_replies_is_closed_and_opened_again(reply, caplog):
+    """A list's header of a few bytes took 16 GB, and the event loop a minute; the others were tracebacks."""
+    answers = [reply, b":7\r\n"]
+    fake = FakeRedis(lambda command: answers.pop(0) if command[0] == "EVALSHA" else b"+OK\r\n")
+    line = ScriptLine(f"redis://{fake.address}?protocol=2")
+    script = ScriptCall(line, "return 1")
+    first = (await asyncio.gather(script([], [], SECONDS), return_exceptions=True))[0]
+    assert first == 1 if reply.startswith(b":") else isinstance(first, redis.ConnectionError)
+    while line.now is not None:
+        await asyncio.sleep(0.001)
+    assert await script([], [], SECONDS) == 7
+    (record,) = caplog.records
+    assert "what it answers is no reply" in record.message and record.exc_info is None
+    await line.close()
+    fake.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -104,6 +105,17 @@ async def test_a_settlement_that_is_repeated_counts_once(quota, way, bucket, pro
     await quota.settle(charge, Use(prompt, output))
     assert way.lost == 1
     assert bucket() == (2, 20 + left)
+
+
+@pytest.mark.parametrize("answer", [None, b"OK", 7, [], [0], [b"0", b"0", b"0"]], ids=repr)
+async def test_an_answer_that_is_none_of_the_scripts_refuses_no_request(quota, monkeypatch, answer):
+    async def lies(*arguments: Any) -> Any:
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quota.scripts, "_charge", lies)
+        charge = await quota.charge("t", LIMITS, 1, ChargedRequest("lied about"))
+    assert charge is not None and not charge.certain
 
 
 async def test_settlements_wait_while_redis_is_away(quota, way, bucket):

@@ -163,6 +163,30 @@ def test_a_number_larger_than_the_parsers_is_named(raw, field):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("raw", [b"1e400", b" -1e400", b"[1e400]"])
+def test_a_body_that_is_such_a_number_is_named(raw):
+    with pytest.raises(InvalidRequestError, match="a number above") as caught:
+        received([raw])
+    assert caught.value.field in ("body", "[0]")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": 1 1e400}',
+        b"{} 1e400",
+        b"[1 1e400]",
+        b'{"a" 1e400}',
+        b"{1e400: 1}",
+        b'{"a": 1, 1e400}',
+        b'"1e400',
+    ],
+)
+def test_such_a_number_where_none_may_be_is_no_json(raw):
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        received([raw])
+
+
 @pytest.mark.parametrize("one", [[], {}, [[1]], "["])
 def test_wide_bodies_are_not_walked_over(one):
     """A message may hold many lists, and the loop serves others meanwhile."""

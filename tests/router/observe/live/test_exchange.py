@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import orjson
+import pytest
 import redis
 
 from cluster.membership import keys
 from router.observe.live.exchange import Exchange
-from router.observe.live.report import Counts, Requests, RouterReport
+from router.observe.live.report import Counts, Requests, RouterReport, encode
 
 
 def report(requests: int) -> RouterReport:
@@ -43,3 +46,60 @@ async def test_without_redis_a_router_lists_itself() -> None:
         heard = await alone.swap(report(requests))
         assert {name: told.report.counts.requests.ok for name, told in heard.items()} == {"alone": requests}
     await alone.leave()
+
+
+async def test_names_that_are_no_text_and_counts_beyond_all_bounds_are_left_out(
+    redis_url: str, namespace: str
+) -> None:
+    """The first was a traceback each second; of the others /v1/cluster/live could make no JSON."""
+    valid: dict[str, Any] = orjson.loads(encode(report(1)))
+    wrong: list[dict[str, Any]] = [
+        {"in_flight": 1e300},
+        {"uptime_seconds": 1e300},
+        {"uptime_seconds": -1},
+        {"requests": [1e300, 0, 0, 0]},
+        {"requests": [2**62, 0, 0, 0]},
+        {"prompt_tokens": 1e300},
+        {"cached_tokens": True},
+        {"output_tokens": -5},
+        {"ttft": [[0, 1e300]]},
+        {"itl": [[1e300, 0]]},
+        {"flows": [["p", "d", 1e300, 1]]},
+        {"flows": [["p", "d", 1, 2**63]]},
+    ]
+    own = Exchange(redis_url, namespace, "own")
+    with redis.Redis.from_url(redis_url) as client:
+        now = b"%d " % (time.time() * 1000)
+        for number, changed in enumerate(wrong):
+            told = now + orjson.dumps({**valid, **changed})
+            client.hset(keys.router_reports(namespace), f"wrong {number}", told)
+        client.hset(keys.router_reports(namespace), b"\xff", now + orjson.dumps(valid))
+        client.hset(keys.router_reports(namespace), "right", now + orjson.dumps(valid))
+    assert set(await own.swap(report(1))) == {"own", "right"}
+    await own.leave()
+
+
+async def test_a_redis_that_answers_with_an_error_is_not_called_out_of_reach(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Exchange(redis_url, namespace, "own")
+    with redis.Redis.from_url(redis_url) as client:
+        client.set(keys.router_reports(namespace), "no hash")
+    assert set(await own.swap(report(1))) == {"own"}
+    assert "Redis answers with an error: " in caplog.text and "WRONGTYPE" in caplog.text
+    await own.leave()
+
+
+@pytest.mark.parametrize("answer", [b"OK", None, 7, {}, [1, 2, 3], [b"a"], [b"a", b"b", b"c"]], ids=repr)
+async def test_malformed_answers_leave_the_router_alone(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    own = Exchange(redis_url, namespace, "own")
+
+    async def lies(*arguments: Any) -> Any:
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "_call", lies)
+        assert set(await own.swap(report(1))) == {"own"}
+    await own.leave()
