@@ -44,7 +44,7 @@ def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, 
             """Whether Redis placed it. The reference is computed later: it would take the time that recovery has."""
             prompt = prompt_ids(50, seed=seed)
             answer = client.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True, explain=True)
-            answers.append((prompt, answer.token_ids))
+            answers.append((prompt, list(answer.token_ids)))
             return bool(json.loads(answer.explanation)[0]["from_redis"])
 
         assert ask(1)
