@@ -58,7 +58,7 @@ async def read_json(
                     limit=str(limits.max_body_bytes),
                 )
             held.grow_to(len(raw))
-            if len(raw) - scan.seen > SCAN_BYTES:
+            while len(raw) - scan.seen > SCAN_BYTES:  # over TLS a piece has up to 256 KiB
                 await low_priority.step(held.tenant)
                 _scan(scan, raw, limits)
     except ClientDisconnect:
@@ -101,8 +101,8 @@ def _may_exceed(raw: bytearray, limits: RequestLimits) -> bool:
 
 
 def _scan(scan: JsonScan, raw: bytearray, limits: RequestLimits) -> None:
-    """Scan the bytes that were not scanned yet. Raises InvalidRequestError."""
-    scan.read(raw[scan.seen :])
+    """Scan the next SCAN_BYTES that were not scanned yet. Raises InvalidRequestError."""
+    scan.read(raw[scan.seen : scan.seen + SCAN_BYTES])
     if scan.depth > limits.max_json_depth:
         message = f"the body is nested deeper than {limits.max_json_depth}"
         raise InvalidRequestError(message, field="body", limit=str(limits.max_json_depth))
