@@ -54,8 +54,9 @@ def new(
     except ValidationError as error:
         problem = error.errors(include_input=False)[0]
         named = "".join(f"{flag_text(str(part))}: " for part in problem["loc"][:1])
+        field = ".".join(map(str, problem["loc"])) or "keys"
         raise ConfigError(
-            f"no such key can be made: {named}{reason(problem, KeyEntry)}", field="keys"
+            f"no such key can be made: {named}{reason(problem, KeyEntry)}", field=field
         ) from None
     shown = entry.model_dump(mode="json", exclude_defaults=True)
     typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")

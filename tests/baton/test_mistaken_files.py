@@ -82,7 +82,9 @@ def test_a_folder_or_other_content_where_a_file_belongs(model, said, tmp_path):
 
 def test_a_key_of_nobody(said):
     found = said("keys", "new", "--tenant", "")
-    assert found == "baton: no such key can be made: --tenant: String should have at least 1 character [keys]"
+    assert (
+        found == "baton: no such key can be made: --tenant: String should have at least 1 character [tenant]"
+    )
 
 
 def test_a_place_for_a_download_is_looked_at_before_the_hub_is_asked(said, monkeypatch, tmp_path):

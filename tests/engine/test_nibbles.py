@@ -18,7 +18,7 @@ from engine.ops.codes import NIBBLES, CodedWeight
 from engine.ops.team import KernelTeam
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
-from tests.engine.test_tile_products import guarded
+from tests.engine.guarded_memory import guarded
 
 needs_instruction = pytest.mark.skipif(
     not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16"

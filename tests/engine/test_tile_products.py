@@ -3,9 +3,6 @@ within their memory."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +10,11 @@ from torch import Tensor
 from engine.layers.linear import PanelLinear
 from engine.ops import cpu_jobs, cpu_products, cpu_tile_products, cpu_tiles
 from engine.ops.team import KernelTeam
+from tests.engine.guarded_memory import guarded, numbers
 
 needs_amx = pytest.mark.skipif(not cpu_tiles.supported(), reason="this CPU has no AMX")
 # One slice and one panel; outputs that do not fill panels; several slices, not of one length; blocks of one tile.
 SHAPES: list[tuple[int, int]] = [(32, 32), (64, 75), (1056, 40), (576, 5), (8192, 33)]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def linear(inputs: int, outputs: int, threads: int = 1, bias: bool = True) -> tuple[PanelLinear, Tensor]:
@@ -54,18 +48,6 @@ def test_shares_of_threads_give_the_same_bits(threads):
     expected = linear(8192, 150)[0](x)
     assert torch.equal(linear(8192, 150, threads)[0](x), expected)
     assert torch.equal(linear(8192, 150, threads)[0](x[:7]), expected[:7])
-
-
-def guarded(shape: tuple[int, int], to_read: bool) -> tuple[Tensor, mmap.mmap]:
-    """bf16 that ends where memory does: the page behind cannot be touched. `to_read`: random numbers, else NaN."""
-    size = shape[0] * shape[1] * 2
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
-    rows = torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2, offset=pages - size).view(shape)
-    rows.copy_(numbers(*shape, seed=2)) if to_read else rows.fill_(torch.nan)
-    return rows, memory
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 20, 32, 33, 50])

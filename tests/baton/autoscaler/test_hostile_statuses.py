@@ -14,7 +14,7 @@ from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
-from tests.baton.autoscaler.test_policy_properties import make_config
+from tests.baton.autoscaler.configs import make_config
 
 LARGEST = 2.0**63 * (1 - 2**-53)  # that a status may have
 SMALLEST = 5e-324

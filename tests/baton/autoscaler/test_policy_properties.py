@@ -13,25 +13,11 @@ from baton.autoscaler.decision import Reason
 from baton.autoscaler.pool_target import PoolTarget
 from baton.autoscaler.prefill_demand import replicas_for, wait_beyond
 from cluster.config.worker import ROLES
+from tests.baton.autoscaler.configs import make_config
 from tests.baton.autoscaler.fluid import FluidCluster
 
 FEW = settings(max_examples=12, deadline=None)
 HOUR = 3600.0
-
-
-def make_config(**more: object) -> AutoscalingConfig:
-    pool = PoolLimits(max_replicas=24, startup_seconds=60)
-    return AutoscalingConfig.model_validate(
-        {
-            "prefill": pool,
-            "decode": pool,
-            "gpu_budget": 48,
-            "ttft_objective_seconds": 5.0,
-            "itl_objective_seconds": 0.03,
-            "interval_seconds": 30.0,
-            **more,
-        }
-    )
 
 
 @st.composite

@@ -18,6 +18,7 @@ import pytest
 
 from cluster.addresses import split
 from cluster.link.framing import MAX_FRAME_BYTES, to_frame
+from cluster.protocol.link import FRAME_ENTRIES
 from cluster.security.peer_names import WORKER_NAME
 from router.link.links import Links
 from tests.harness.waiting import until
@@ -158,6 +159,12 @@ async def test_frames_faster_than_the_worker_reads(frame: Frame, attacked: Attac
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
+def frames_of_cancels(count: int) -> bytes:
+    """Of numbers without attempts, as many in a frame as it may have."""
+    begins = range(1 << 20, (1 << 20) + count, FRAME_ENTRIES)
+    return b"".join(to_frame(Frame(cancel=range(one, one + FRAME_ENTRIES))) for one in begins)
+
+
 async def test_a_router_that_does_not_read_its_answers_is_cut(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +172,7 @@ async def test_a_router_that_does_not_read_its_answers_is_cut(
     monkeypatch.setattr(connection, "LOST_SECONDS", 1.2)
     async with attacked.attacker(buffer_bytes=8192) as peer:
         await peer.greet()
-        asked = to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000)))
+        asked = frames_of_cancels(10_000)
         flooding = asyncio.create_task(peer.flood(asked + to_frame(Frame(beat=True)), 60.0))
         await until(lambda: attacked.open == 1, "it is cut", 30)
         flooding.cancel()
@@ -176,7 +183,7 @@ async def test_a_worker_that_stops_waits_briefly_for_answers_to_be_read() -> Non
     await made.start()
     async with made.attacker(buffer_bytes=8192) as peer:
         await peer.greet()
-        asked = to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000)))
+        asked = frames_of_cancels(10_000)
         flooding = asyncio.create_task(peer.flood(asked + to_frame(Frame(beat=True)), 60.0))
         link = list(made.listener._open.links)[-1]
         await until(lambda: link._transport.get_write_buffer_size() > 0, "answers wait", 30)
