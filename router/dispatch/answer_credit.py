@@ -52,6 +52,11 @@ class AnswerCredit:
                 self.bounds[choice.index] = bound
                 tell(choice.index, bound - self._beyond)
 
+    def repeat(self, tell: Callable[[int, int], None]) -> None:
+        """`tell` the worker the present limits."""
+        for choice, bound in self.bounds.items():
+            tell(choice, bound - self._beyond)
+
     def _next(self, choice: ChoiceStream) -> int:
         """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not
         known: without credit for it, its full window would pause the whole request."""

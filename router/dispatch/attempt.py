@@ -199,6 +199,16 @@ class Attempt:
         if handle is not None and not self._over:
             self._credit.grant(handle.credit)
 
+    def repeat_credit(self, source: Source) -> None:
+        """Tell a worker its present limits again."""
+        handle = self._handles.get(source)
+        if handle is None or self._over:
+            return
+        if source is Source.DECODE:
+            self._credit.repeat(handle.credit)
+        if source is self._prompt_source:
+            handle.credit(self._prompt_choice, self._prompt_limit)
+
     def _grant_prompt(self, limit: int) -> None:
         handle = self._handles.get(Source.DECODE if self.is_local else Source.PREFILL)
         if handle is not None and not self._over:
@@ -371,6 +381,9 @@ class _Reader:
 
     def limits(self) -> list[int]:
         return self._attempt.limits(self._source)
+
+    def repeat_credit(self) -> None:
+        self._attempt.repeat_credit(self._source)
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:
         self._attempt.reported_end(self._source, end)

@@ -25,6 +25,10 @@ class Reader(Protocol):
     def limits(self) -> Sequence[int]:
         """The limit of each choice of the attempt, in order: the worker may send positions below it."""
 
+    def repeat_credit(self) -> None:
+        """Tell the worker the limit of each choice again. One that has used its window up sends nothing, so no other
+        credit follows one that is lost."""
+
     def token(self, token: Token) -> None:
         """Take a token. Those of a choice are in order of position; some may be repeated."""
 

@@ -62,6 +62,8 @@ class Handles:
                 handle.heard = now  # asked again after as long
                 self._outgoing.status(handle.number)
                 self._guarded(handle, handle.ask)
+                if handle.reader.taken_in:
+                    self._guarded(handle, handle.reader.repeat_credit)
         self._flush_soon()
 
     def restart_clocks(self, now: float) -> None:

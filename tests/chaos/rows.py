@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.faults.points import Point
+from cluster.protocol.link import STATUS_SECONDS
 from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS
 
 
@@ -101,8 +102,8 @@ def _cut(way: str, seconds: float, bound: float, new: NewAttempts) -> Row:
     return Row("link", "cut", bound_seconds=bound, cards=0, hold_seconds=seconds, way=way, new_attempts=new)
 
 
-def _at_link(role: str, act: str, point: Point) -> Row:
-    return Row(role, act, points=_names(point), cards=0, new_attempts=NewAttempts.NONE)
+def _at_link(role: str, act: str, point: Point, bound: float = KILL_SECONDS) -> Row:
+    return Row(role, act, points=_names(point), bound_seconds=bound, cards=0, new_attempts=NewAttempts.NONE)
 
 
 # `--kinds links`: a deck of their own, so that the usual one keeps its 30 rounds in 1,000 faults.
@@ -119,7 +120,8 @@ _LINKS: dict[str, Row] = {
     "link reset behind a frame": _at_link("decode", "reset", Point.LINK_FRAME),
     "link reset in a frame": _at_link("decode", "half", Point.LINK_FRAME),
     "kill decode at a frame": Row("decode", "kill", points=_names(Point.LINK_FRAME), cards=0),
-    "credit lost": _at_link("router", "drop", Point.LINK_CREDIT),
+    # The last credit of a full window is sent again once its handle is silent.
+    "credit lost": _at_link("router", "drop", Point.LINK_CREDIT, 2 * STATUS_SECONDS + KILL_SECONDS),
     "attach lost": _at_link("link", "attach", Point.LINK_ATTACH),
     "stop router 10 s": Row(
         "router",

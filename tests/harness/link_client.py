@@ -54,6 +54,10 @@ class Reading:
     def limits(self) -> list[int]:
         return [self._limit(tokens) for tokens in self.tokens.values()]
 
+    def repeat_credit(self) -> None:
+        for choice, tokens in self.tokens.items():
+            self.handle.credit(choice, self._limit(tokens))
+
     def _limit(self, tokens: list[Token]) -> int:
         read = len(tokens) if self.reads is None else min(len(tokens), self.reads)
         return self.position + read + window_of(len(self.tokens))

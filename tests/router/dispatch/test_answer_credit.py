@@ -171,3 +171,17 @@ def test_tokens_that_a_running_choice_does_not_want_grant_it_nothing() -> None:
         answer.credit.was_not_wanted(PlainToken(0, position, 5))
     assert answer.credit.positions() == [FIRST + 2]
     assert answer.granted() == {} and answer.credit.bounds == {0: FIRST + WINDOW_TOKENS}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_repeated_limits_are_those_that_were_granted(count):
+    answer = Answer(count, first_choice=3)
+    told: list[tuple[int, int]] = []
+    answer.credit.repeat(lambda choice, limit: told.append((choice, limit)))
+    assert told == [(choice.index, FIRST + answer.window) for choice in answer.choices]
+    answer.comes(0, answer.quarter)
+    granted = answer.granted()
+    assert granted == {3: FIRST + answer.quarter + answer.window}
+    told.clear()
+    answer.credit.repeat(lambda choice, limit: told.append((choice, limit)))
+    assert dict(told) == {choice.index: FIRST + answer.window for choice in answer.choices} | granted

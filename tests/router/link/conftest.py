@@ -68,6 +68,10 @@ class Reading:
     def limits(self) -> list[int]:
         return [self.limit] * self.choices
 
+    def repeat_credit(self) -> None:
+        for choice in range(self.choices):
+            self.handle.credit(choice, self.limit)
+
     def token(self, token: Token) -> None:
         if self.fails:
             raise RuntimeError("broken reader")

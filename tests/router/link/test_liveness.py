@@ -111,6 +111,21 @@ async def test_silent_handles_are_asked_for_in_one_list(pair, monkeypatch):
     assert not any(one.error for one in many)
 
 
+async def test_a_lost_credit_is_sent_again_once_its_handle_is_silent(pair):
+    """Behind a full window no token came, and so no other credit: the request never ended."""
+    one, unanswered = pair.read(), pair.read(opened=False, taken_in=False)
+    await pair.up()
+    tokens(one.log, 0, 300)
+    await until(lambda: len(one.tokens[0]) == 256, "its window is full")
+    one.limit = PROMPT + 512  # granted, and lost
+    pair.link.ask(60.0)
+    await asyncio.sleep(0.1)
+    assert len(one.tokens[0]) == 256
+    pair.link.ask(-1.0)
+    await until(lambda: len(one.tokens[0]) == 300, "the rest came")
+    assert one.tokens == [list(range(300))] and unanswered.error is None
+
+
 async def test_queued_and_paused_handles_are_no_suspects(pair, monkeypatch):
     monkeypatch.setattr(all_links, "STATUS_SECONDS", 0.2)
     queued, paused = pair.read(), pair.read()
