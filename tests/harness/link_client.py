@@ -55,6 +55,7 @@ class Reading:
         return [self._limit(tokens) for tokens in self.tokens.values()]
 
     def repeat_credit(self) -> None:
+        assert self.handle is not None, "LinkClient.read opens it"
         for choice, tokens in self.tokens.items():
             self.handle.credit(choice, self._limit(tokens))
 
