@@ -123,9 +123,8 @@ class Sender:
             return Outcome(error=("connection_error", f"{url}: {error or type(error).__name__}")), 0.0
         try:
             body = orjson.loads(answer.content)
-            orjson.dumps(
-                {"response": {"body": body}}
-            )  # its depth is bounded there, at a quarter of what is read
+            # Its depth is bounded there, at a quarter of what is read.
+            orjson.dumps({"response": {"body": body}})
         except (orjson.JSONDecodeError, TypeError):
             body = answer.text
             if answer.status_code == 200:

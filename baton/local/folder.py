@@ -46,7 +46,7 @@ class ClusterFolder:
             ) from error
 
     def remove(self, *, keep_logs: bool = False) -> None:
-        """What is kept belongs to nobody: no later start removes it."""
+        """Logs that are kept have no record of an owner: no later start removes them."""
         if keep_logs:
             for path in self.path.iterdir():
                 if path.is_dir() and path != self.logs:

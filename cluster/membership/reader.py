@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -70,19 +70,23 @@ log = logging.getLogger(__name__)
 
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     """Parse the answer of the READ script."""
-    now = int(answer[0])
-    return _sorted(_readable(now, answer[index : index + 5]) for index in range(2, len(answer), 5))
+    return _sorted(_each(answer))
 
 
 async def _decode_in_slices(answer: Sequence[Any]) -> list[WorkerInfo]:
     """`decode` while the event loop goes on: thousands of new registrations take more than a second."""
-    now = int(answer[0])
     workers = []
-    for number, index in enumerate(range(2, len(answer), 5), 1):
-        workers.append(_readable(now, answer[index : index + 5]))
+    for number, worker in enumerate(_each(answer), 1):
+        workers.append(worker)
         if number % SLICE == 0:
             await asyncio.sleep(0)
     return _sorted(workers)
+
+
+def _each(answer: Sequence[Any]) -> Iterator[WorkerInfo | None]:
+    now = int(answer[0])
+    for index in range(2, len(answer), 5):
+        yield _readable(now, answer[index : index + 5])
 
 
 def _sorted(workers: Iterable[WorkerInfo | None]) -> list[WorkerInfo]:

@@ -78,7 +78,7 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
 
 
 async def test_a_worker_that_is_named_at_another_address_takes_no_hand_off_of_the_real_one():
-    """Without TLS whoever reaches a prefill worker's port can name decode workers, each at any address."""
+    """Without TLS any client of a prefill worker's port can name decode workers, each at any address."""
     async with (
         scripted_decode() as false,
         scripted_decode(acknowledges=True) as real,

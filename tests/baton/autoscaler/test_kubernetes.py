@@ -10,9 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,61 +35,6 @@ from tests.baton.autoscaler.kubernetes_rig import (
 from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
 from tests.harness.waiting import wait_for
 from tests.kubernetes.api.server import ApiServer
-from tests.kubernetes.samples import stateful_set
-
-
-@pytest.fixture
-def server() -> Iterator[ApiServer]:
-    with ApiServer() as running:
-        for name in NAMES.values():
-            running.create(stateful_set(name))
-        yield running
-
-
-@pytest.fixture
-def rig(server: ApiServer, redis_url: str, namespace: str, tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(server, redis_url, namespace, tmp_path / "kubeconfig")
-    yield made
-    made.close()
-
-
-ANSWERS: dict[str, Any] = {
-    "no object": [],
-    "a text": "yes",
-    "another kind": {"kind": "Status", "apiVersion": "v1"},
-    "no status": {"spec": {"replicas": 1}},
-    "a text of replicas": {"spec": {"replicas": "many"}, "status": {"selector": "a=b", "replicas": 1}},
-    "fewer than none": {"spec": {"replicas": -1}, "status": {"selector": "a=b", "replicas": 1}},
-    "no number": {"spec": {"replicas": [1]}, "status": {"selector": "a=b", "replicas": 1}},
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_that_is_no_such_object_ends_one_round(rig: Rig, name: str, monkeypatch: Any) -> None:
-    """A proxy in front of the API may answer anything with 200."""
-    asked: Any = rig.platform._api
-    real = asked.rest_client.request
-
-    def answered(method: str, url: str, *rest: Any, **more: Any) -> Any:
-        response = real(method, url, *rest, **more)
-        response.read()
-        if url.endswith("/scale"):
-            response.data = json.dumps(ANSWERS[name]).encode()
-        return response
-
-    monkeypatch.setattr(asked.rest_client, "request", answered)
-    assert rig.step() is None
-    assert rig.metric("errors_total", part="platform") == 1.0
-    monkeypatch.setattr(asked.rest_client, "request", real)
-    assert rig.step() is not None
-
-
-def test_pods_without_metadata_end_one_round(rig: Rig, monkeypatch: Any) -> None:
-    core: Any = rig.platform._core
-    monkeypatch.setattr(
-        core, "list_namespaced_pod", lambda *a, **k: SimpleNamespace(items=[SimpleNamespace()])
-    )
-    assert rig.step() is None
 
 
 class Sets:

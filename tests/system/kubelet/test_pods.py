@@ -326,7 +326,7 @@ def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -
 def test_a_pod_runs_once_its_containers_have_started(
     cluster: PodCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it is pending: whoever sees it run may take that time for one after the start of its process."""
+    """Until then it is pending: the time at which a pod runs counts as one after the start of its process."""
     start_container, may_start = cluster.runtime.start, threading.Event()
 
     def late(plan: Plan, sandbox: Sandbox) -> Running:
