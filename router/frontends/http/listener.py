@@ -22,7 +22,6 @@ import itertools
 import math
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -35,7 +34,9 @@ from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.accept_queues import Accepted, AcceptQueues
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
+from router.frontends.http.read_buffer import BufferedReads
 from router.frontends.http.ready import ReadyConnections
+from router.frontends.http.silent import SilentConnections
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # with TLS, at a time
@@ -43,6 +44,8 @@ LOOK_SECONDS = 0.5  # between two checks for connections that were silent for to
 RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
+# Of accepted ones, whose first bytes have arrived: more lengthen a turn, fewer leave clients behind a flood.
+HEARD_PER_TURN = 256
 # Bounds what one turn spends on connections whose clients have left.
 LOOKED_AT_PER_TURN = 32
 # Few, as a request needs about ten turns; what opening one costs: see ready.py.
@@ -58,14 +61,6 @@ ACCEPTS_WHEN_FULL = 8
 _POST = b"POST"
 
 
-@dataclass(eq=False, slots=True)
-class Silent:
-    """A connection whose client has sent nothing yet. `deadline`: of the event loop."""
-
-    connection: socket.socket
-    deadline: float
-
-
 class HttpServer(uvicorn.Server):
     """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would delay every stream."""
 
@@ -73,13 +68,14 @@ class HttpServer(uvicorn.Server):
         """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
         client has sent nothing yet; beyond, one is closed. `keys`: by which connections are opened in turns."""
         super().__init__(config)
+        self._loop = asyncio.get_running_loop()  # asking for it is a system call in Python 3.11
         self._seconds = seconds
         self._max_silent = max_silent
         # Those accepted in one turn must not close each other: the first bytes are read in the turns that follow.
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: asyncio.Task[None]
         self._closing: asyncio.Task[None]
-        self._silent: OpenConnections[Silent] = OpenConnections()
+        self._silent = SilentConnections()
         self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
         # Their first bytes have arrived
         self._ready = ReadyConnections(None if config.is_ssl else keys, max_silent)
@@ -95,17 +91,17 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        loop = asyncio.get_running_loop()
-        self._accepting = loop.create_task(self._accept(sockets or []))
-        self._closing = loop.create_task(self._close_silent())
+        self._loop.add_reader(self._silent, self._begin_heard)
+        self._accepting = self._loop.create_task(self._accept(sockets or []))
+        self._closing = self._loop.create_task(self._close_silent())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         tasks = [self._accepting, self._closing, *self._handshakes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while self._silent:
-            self._close(self._silent.evict_oldest())
+        self._loop.remove_reader(self._silent)
+        self._silent.close()
         while self._ready:
             self._ready.pop().close()
         await super().shutdown(sockets)
@@ -146,17 +142,14 @@ class HttpServer(uvicorn.Server):
             await readable(queues)
 
     def _add(self, connection: socket.socket, client: Any) -> None:
-        loop = asyncio.get_running_loop()
-        silent = Silent(connection, loop.time() + self._seconds)
-        self._silent.add(silent, network(client))
-        loop.add_reader(connection.fileno(), self._begin, silent)
+        self._silent.add(connection, network(client), self._loop.time() + self._seconds)
         self._make_room()
 
     def _make_room(self) -> None:
         """Close silent connections beyond the limit. Those whose first bytes have arrived are opened."""
         while len(self._silent) > self._max_silent:
-            evicted = self._silent.evict_oldest()
-            self._begin(evicted) if _has_bytes(evicted.connection) else self._close(evicted)
+            evicted = self._silent.take_oldest()
+            self._begin(evicted) if _has_bytes(evicted) else evicted.close()
 
     async def _close_silent(self) -> None:
         while True:
@@ -164,26 +157,21 @@ class HttpServer(uvicorn.Server):
             self._close_overdue()
 
     def _close_overdue(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for silent in list(itertools.takewhile(lambda one: one.deadline <= now, self._silent)):
-            self._close(silent)
+        for connection in self._silent.overdue(self._loop.time()):
+            connection.close()
 
-    def _close(self, silent: Silent) -> None:
-        self._forget(silent).close()
+    def _begin_heard(self) -> None:
+        for connection in self._silent.heard(HEARD_PER_TURN):
+            self._begin(connection)
 
-    def _forget(self, silent: Silent) -> socket.socket:
-        self._silent.discard(silent)
-        asyncio.get_running_loop().remove_reader(silent.connection.fileno())
-        return silent.connection
-
-    def _begin(self, silent: Silent) -> None:
+    def _begin(self, connection: socket.socket) -> None:
         """Queue a connection whose first bytes, or whose end, have arrived."""
         begins = not self._ready
-        if (refused := self._ready.push(self._forget(silent))) is not None:
+        if (refused := self._ready.push(connection)) is not None:
             self._turn_away(refused)
         if begins:
             self._allowance.begin_turn()
-            asyncio.get_running_loop().call_soon(self._open_ready)
+            self._loop.call_soon(self._open_ready)
 
     def _turn_away(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # its client has left
@@ -192,7 +180,6 @@ class HttpServer(uvicorn.Server):
                 connection.send(self._refusal)
 
     def _open_ready(self) -> None:
-        loop = asyncio.get_running_loop()
         most = HANDSHAKES_PER_TURN if self.config.ssl else self._allowance.next_turn()
         for _ in range(min(LOOKED_AT_PER_TURN, len(self._ready))):
             if not most:
@@ -202,28 +189,26 @@ class HttpServer(uvicorn.Server):
                 connection.close()
                 continue
             most -= 1
-            task = loop.create_task(self._open(connection))
+            task = self._loop.create_task(self._open(connection))
             task.add_done_callback(self._handshakes.discard)
             excess = self._handshakes.add(task, network_of(connection))
             if excess is not None:
                 excess.cancel()
         if self._ready:
-            loop.call_soon(self._open_ready)
+            self._loop.call_soon(self._open_ready)
 
     async def _open(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         handshake: dict[str, Any] = {}
         if self.config.ssl:
             handshake = {"ssl": self.config.ssl, "ssl_handshake_timeout": self._seconds}
         with contextlib.suppress(OSError):  # a failed handshake: ssl.SSLError and TimeoutError are OSErrors
-            await loop.connect_accepted_socket(self._protocol, connection, **handshake)
+            await self._loop.connect_accepted_socket(self._protocol, connection, **handshake)
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self) -> asyncio.BufferedProtocol:
         make: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = make(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        return BufferedReads(
+            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         )
-        return protocol
 
 
 def _has_left(connection: socket.socket, *, tls: bool) -> bool:

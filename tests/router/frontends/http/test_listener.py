@@ -156,9 +156,7 @@ async def test_a_connection_that_is_turned_away_is_told_so(tls: bool) -> None:
             client.send(POST)
             accepted, _ = listener.accept()
             assert accepted.recv(1, socket.MSG_PEEK)
-            silent = http_listener.Silent(accepted, 0.0)
-            server._silent.add(silent, "")
-            server._begin(silent)
+            server._begin(accepted)
         if tls:
             with pytest.raises(ConnectionResetError):
                 clients[2].recv(1)
@@ -321,7 +319,7 @@ async def test_a_connection_whose_client_has_left_is_not_opened(
     server = server_of(SILENT)
     make = server._protocol
 
-    def protocol() -> asyncio.Protocol:
+    def protocol() -> asyncio.BufferedProtocol:
         nonlocal protocols
         protocols += 1
         return make()

@@ -1,0 +1,51 @@
+"""Reads of a connection, at most 64 KiB at a time.
+
+To a plain protocol uvloop passes whatever has arrived: up to 256 KiB, over TLS 512 KiB, joined in new memory. A request
+pauses its connection only afterwards, so fifty clients that began long bodies at once made turns of 60 ms, which every
+other client waited for. Into a protocol's own buffer uvloop reads what fits, and the protocol pauses after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+
+# A request whose body is longer, and not yet taken by its endpoint, pauses the connection.
+READ_BYTES = HIGH_WATER_LIMIT
+
+
+class BufferedReads(asyncio.BufferedProtocol):
+    """Between a transport and a protocol, whose `data_received` gets a view that is valid until it returns.
+
+    All connections have one buffer: the event loop fills it and calls `buffer_updated` without a turn between.
+    """
+
+    _buffer = memoryview(bytearray(READ_BYTES))
+
+    def __init__(self, protocol: asyncio.Protocol):
+        self._protocol = protocol
+
+    def connection_made(self, transport: Any) -> None:
+        if transport.get_extra_info("sslcontext") is not None:
+            transport.set_read_buffer_limits(READ_BYTES)  # of bytes that are not decrypted yet
+        self._protocol.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.data_received(self._buffer[:nbytes])  # type: ignore[arg-type]
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
