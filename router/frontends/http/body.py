@@ -58,7 +58,7 @@ async def read_json(
                     limit=str(limits.max_body_bytes),
                 )
             held.grow_to(len(raw))
-            while len(raw) - scan.seen > SCAN_BYTES:  # over TLS a piece has up to 256 KiB
+            while len(raw) - scan.seen > SCAN_BYTES:  # two reads make up to 128 KiB
                 await low_priority.step(held.tenant)
                 _scan(scan, raw, limits)
     except ClientDisconnect:

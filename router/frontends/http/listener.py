@@ -127,11 +127,9 @@ class HttpServer(uvicorn.Server):
                     # While connections wait, `_next` returns without giving up the turn.
                     await asyncio.sleep(0)
                 try:
-                    connection, client = await self._next(queues)
-                except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
+                    self._add(*await self._next(queues))
+                except OSError:  # the client's, or the system's limit of descriptors or watches: no busy loop
                     await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                self._add(connection, client)
 
     async def _next(self, queues: AcceptQueues) -> Accepted:
         """Not `sock_accept`: uvloop's waits for the next turn, so one connection per turn would be accepted, and on a loop
@@ -142,7 +140,12 @@ class HttpServer(uvicorn.Server):
             await readable(queues)
 
     def _add(self, connection: socket.socket, client: Any) -> None:
-        self._silent.add(connection, network(client), self._loop.time() + self._seconds)
+        """Raises OSError if it cannot be watched."""
+        try:
+            self._silent.add(connection, network(client), self._loop.time() + self._seconds)
+        except OSError:
+            connection.close()
+            raise
         self._make_room()
 
     def _make_room(self) -> None:

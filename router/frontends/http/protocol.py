@@ -110,6 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._body_arrived = self._ended_in_read = False
+        self._short_chunks.read()
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
@@ -126,10 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
         if not self._in_head and not self._in_body:
             self._stop_timer()
-        elif self._timer is None and self._in_head:
-            self._expect(self.limits.header_seconds)
-        else:
-            self._expect_body()
+        self._expect_rest()
 
     def _parse(self, data: bytes) -> None:
         left = memoryview(data)
@@ -207,7 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            self._short_chunks.add()
+            self._short_chunks.add_trailer()
             return  # a trailer is ignored: authentication and routing used the head only
         most = self.limits.max_headers
         if len(self.headers) >= most:
@@ -232,8 +230,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count_pipelined(size + HEADER_BYTES * len(self.headers))
 
     def on_body(self, body: bytes) -> None:
-        if self._body_arrived:  # each read brings one piece of a body without chunks
-            self._short_chunks.add(len(body))
+        self._short_chunks.add_piece(len(body))
         self._body_arrived = True
         super().on_body(body)
         self._count_pipelined(len(body))
@@ -259,7 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # the connection is lost
         if self.transport.is_closing():
             self._write_deadline.start()
-        self._expect_body()
+        self._expect_rest()
         if self._running.response_complete:
             self._make_room()
             self._await_request()
@@ -352,9 +349,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, self._late, seconds)
 
-    def _expect_body(self) -> None:
-        """Start the timer of the current request's body; the body of the next one is not read meanwhile."""
-        if self._in_body and self._timer is None and self.cycle is self._running:
+    def _expect_rest(self) -> None:
+        """Start the timer of a head, or of the current request's body; what is behind it may not be read meanwhile."""
+        if self._in_head and self._timer is None and not self.flow.read_paused:
+            self._expect(self.limits.header_seconds)
+        elif self._in_body and self._timer is None and self.cycle is self._running:
             self._expect(self.limits.body_seconds)
 
     def _late(self, seconds: float) -> None:

@@ -19,7 +19,8 @@ READ_BYTES = HIGH_WATER_LIMIT
 class BufferedReads(asyncio.BufferedProtocol):
     """Between a transport and a protocol, whose `data_received` gets a view that is valid until it returns.
 
-    All connections have one buffer: the event loop fills it and calls `buffer_updated` without a turn between.
+    All connections have one buffer: the event loop fills it and calls `buffer_updated` without a turn between. A process has
+    one such loop.
     """
 
     _buffer = memoryview(bytearray(READ_BYTES))
@@ -29,7 +30,8 @@ class BufferedReads(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         if transport.get_extra_info("sslcontext") is not None:
-            transport.set_read_buffer_limits(READ_BYTES)  # of bytes that are not decrypted yet
+            # Above it no more is read ahead; uvloop reads up to 256 KiB at a time of what is not decrypted yet
+            transport.set_read_buffer_limits(READ_BYTES)
         self._protocol.connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -48,4 +50,8 @@ class BufferedReads(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._protocol.connection_lost(exc)
+        try:
+            self._protocol.connection_lost(exc)
+        finally:
+            # uvloop's TLS keeps methods of this object; as garbage each connection would keep 256 KiB
+            del self._protocol

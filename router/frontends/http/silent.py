@@ -37,7 +37,8 @@ class SilentConnections:
         return self._epoll.fileno()
 
     def add(self, connection: socket.socket, address: str, deadline: float) -> None:
-        """`deadline`: of its first bytes, no earlier than that of those before it."""
+        """`deadline`: of its first bytes, no earlier than that of those before it. Raises OSError where the system watches
+        no more."""
         descriptor = connection.fileno()
         self._epoll.register(descriptor, select.EPOLLIN)
         silent = self._by_descriptor[descriptor] = _Silent(connection, deadline)

@@ -1,4 +1,4 @@
-"""Bodies in chunks of one byte, and trailers: the parser calls for each of them, 40,000 times for 256 KiB."""
+"""Bodies in chunks of one byte, and trailers: the parser calls for each of them, 20,000 times for 128 KiB."""
 
 from __future__ import annotations
 

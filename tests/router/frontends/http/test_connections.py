@@ -252,6 +252,22 @@ async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs(d
         assert await connection.status() == 408, "now it is late"
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_head_behind_requests_that_wait_has_its_time_once_it_is_read(late: bool) -> None:
+    """The connection is not read before: the answers that are made must not end for it."""
+    async for server in Server(LIMITS.model_copy(update={"header_seconds": 0.4})).run():
+        connection = await server.connect()
+        connection.send(SLOW + GET + GET[:20])
+        await until(lambda one=server: one.running == 1, "it runs", 5)
+        await asyncio.sleep(1.0)
+        server.go_on.set()
+        assert await connection.status() == 200
+        assert await connection.status() == 200
+        if not late:
+            connection.send(GET[20:])
+        assert await connection.status() == (408 if late else 200)
+
+
 async def test_requests_before_an_answer_have_a_number(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from router.frontends.http.listener import (
     OPENED_PER_TURN,
     HttpServer,
 )
+from router.frontends.http.silent import SilentConnections
 from router.listening import listen_http
 from tests.harness.waiting import turns, until
 
@@ -336,3 +337,25 @@ async def test_a_connection_whose_client_has_left_is_not_opened(
             async with running(server, listener):
                 assert await answer(client) == b"HTTP/1.1 200"
     assert protocols == 1 + opened
+
+
+async def test_a_connection_that_cannot_be_watched_is_closed_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system limits what each user's processes may watch."""
+    failures = [OSError(28, "No space left on device")]
+    async with serving() as address:
+        add = SilentConnections.add
+
+        def watched(self: SilentConnections, *given: Any) -> None:
+            if failures:
+                raise failures.pop()
+            add(self, *given)
+
+        monkeypatch.setattr(SilentConnections, "add", watched)
+        with socket.create_connection(address) as first, socket.create_connection(address) as second:
+            first.setblocking(False)
+            second.setblocking(False)
+            assert await answer(first) == b""
+            second.send(GET)
+            assert await answer(second) == b"HTTP/1.1 200"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,8 @@ async def connected(
         theirs.load_cert_chain(certs / "router.pem", certs / "router.key")
         ours = ClientTls(certs / "ca.pem").context()
     listening = socket.create_server(("127.0.0.1", 0))
-    server = await loop.create_server(lambda: BufferedReads(recorder), sock=listening, ssl=theirs)
+    made = [BufferedReads(recorder)]
+    server = await loop.create_server(made.pop, sock=listening, ssl=theirs)
     try:
         reader, writer = await asyncio.open_connection(*listening.getsockname(), ssl=ours)
         await until(lambda: recorder.transport is not None, "it is accepted")
@@ -102,6 +105,25 @@ def test_little_is_read_ahead_of_a_paused_connection(tmp_path: Path) -> None:
         recorder = Recorder()
         async with connected(recorder, tmp_path):
             assert recorder.transport.get_read_buffer_limits()[1] == READ_BYTES
+
+    on_uvloop(test())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_nothing_is_left_of_a_connection_that_has_ended(tls: bool, tmp_path: Path) -> None:
+    """A collection of the garbage of thousands would hold every stream."""
+
+    async def test() -> None:
+        recorder = Recorder()
+        gc.disable()
+        try:
+            async with connected(recorder, tmp_path if tls else None):
+                pass
+            left = weakref.ref(recorder)
+            del recorder
+            await until(lambda: left() is None, "nothing is left", 5)
+        finally:
+            gc.enable()
 
     on_uvloop(test())
 

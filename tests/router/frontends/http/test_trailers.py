@@ -59,3 +59,13 @@ async def test_pieces_of_a_body_without_chunks_are_no_short_chunks(address, monk
     head = HEAD.replace(b"transfer-encoding: chunked", b"content-length: 64")
     answer = await exchange(address, head, *[b"a"] * 64)
     assert answer.startswith(b"HTTP/1.1 200") and b"64;" in answer
+
+
+async def test_chunks_that_reads_cut_are_no_short_chunks(address, monkeypatch):
+    """Segments of a network, and the buffer that connections are read into, end anywhere."""
+    monkeypatch.setattr(short_chunks, "MAX_SHORT_CHUNKS", 2)
+    chunk = b"%x\r\n" % 300 + b"a" * 300 + b"\r\n"
+    sent = chunk * 60 + b"0\r\n\r\n"
+    pieces = [sent[at : at + 450] for at in range(0, len(sent), 450)]
+    answer = await exchange(address, HEAD, *pieces)
+    assert answer.startswith(b"HTTP/1.1 200") and b"18000;" in answer
