@@ -19,7 +19,7 @@ READ_BYTES = HIGH_WATER_LIMIT
 class BufferedReads(asyncio.BufferedProtocol):
     """Between a transport and a protocol, whose `data_received` gets a view that is valid until it returns.
 
-    All connections have one buffer: the event loop, of which a process has one, fills it and calls `buffer_updated` at once.
+    All connections have one buffer: a process has one event loop, which fills it and calls `buffer_updated` at once.
     """
 
     _buffer = memoryview(bytearray(READ_BYTES))
