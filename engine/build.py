@@ -111,7 +111,7 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool 
 def _kept_codes(config: EngineConfig) -> coded.Kept | None:
     """The codes that are kept as they are stored, because kernels read them in bf16: on CUDA where Triton works, which
     attention by `triton` shows; on CPUs whose own instruction for bf16 is not AMX's. `config` is resolved."""
-    if config.quantization != "auto" or _DTYPES[config.dtype] is not torch.bfloat16:
+    if config.quantization == "int8" or _DTYPES[config.dtype] is not torch.bfloat16:
         return None
     if config.attention_backend == "triton":
         return coded.ON_CUDA
@@ -129,20 +129,24 @@ def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] |
     size = config.tensor_parallel
     heads = model.num_heads // size * model.head_dim
     inputs = (model.hidden_size, heads, model.intermediate_size // size)
-    return coded.code_bytes(model.quantization, inputs, kept)
+    return coded.code_bytes(_format(model, config), inputs, kept)
+
+
+def _format(model: ModelConfig, config: EngineConfig) -> formats.StoredFormat | None:
+    return formats.of_matrices(model.quantization, config.quantization)
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
     """For the log, before the weights are loaded: the bytes that they will take."""
     line = f"weights take {weight_bytes(model, config, untied_head=untied_head)} bytes on each rank"
-    if model.quantization is None:
+    if (how := _format(model, config)) is None:
         return line
-    line += f", stored as {model.quantization.title}"
+    line += f", rounded to {config.quantization}" if how.rounded else f", stored as {how.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
     if _code_bytes(model, config) is not None:
         return f"{line}, and not expanded"
-    if model.experts is not None:  # int8 is refused for them
+    if model.experts is not None or how.rounded:  # int8 is refused for experts
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
     return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"
@@ -279,7 +283,7 @@ def load_model(
 def _bytes_to_load(model: ModelConfig, config: EngineConfig, tell: Tell) -> int:
     """Bytes of this rank's weights and of the slots of adapters. `tell` gets those of the weights."""
     dtype = _DTYPES[config.dtype]
-    with Checkpoint(config.model, dtype, CPU, quantization=model.quantization) as stored:
+    with Checkpoint(config.model, dtype, CPU, quantization=_format(model, config)) as stored:
         untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
     tell(_weights_line(model, config, untied_head))
     weights = weight_bytes(model, config, untied_head=untied_head)
@@ -302,7 +306,8 @@ def _read_decoder(
 ) -> Decoder:
     dtype, kept = _DTYPES[config.dtype], _kept_codes(config)
     kinds = kept.kinds if kept is not None else ()
-    with Checkpoint(config.model, dtype, device, quantization=model.quantization, kinds=kinds) as checkpoint:
+    how = _format(model, config)
+    with Checkpoint(config.model, dtype, device, quantization=how, kinds=kinds) as checkpoint:
         return Decoder(
             model,
             checkpoint,

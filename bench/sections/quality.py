@@ -55,7 +55,11 @@ class Measured(NamedTuple):
 def run(context: Context) -> Section:
     model = TRAINED if TRAINED.exists() else SHIPPED
     windows = list(_windows(model, context.repeats(WINDOWS)))
-    forms = [Form("int8 (W8A8)", 8, model, {"quantization": "int8"})]
+    forms = [
+        Form("int8 (W8A8)", 8, model, {"quantization": "int8"}),
+        Form("FP8, groups of 128, rounded while loading", 8, model, {"quantization": "fp8"}),
+        Form("4 bits, groups of 128, rounded while loading", 4, model, {"quantization": "int4"}),
+    ]
     for name, form in quantized_checkpoints.FORMATS.items():
         target = context.out / "quality" / form.layout
         forms.append(

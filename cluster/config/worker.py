@@ -35,10 +35,11 @@ class EngineConfig(Frozen):
         "token and head, about half the memory of bf16 (page_size a multiple of 8; the output differs from bf16's); "
         "bf16>int8: bf16 at prefill workers, int8 at decode workers, which convert what arrives. One value per deployment",
     )
-    quantization: Literal["auto", "int8"] = Field(
+    quantization: Literal["auto", "int8", "fp8", "int4"] = Field(
         "auto",
-        description="of matrices, output head included; auto: as they are stored; int8: int8 weights with a scale per "
-        "output, multiplied by rows of int8. One value per deployment",
+        description="of matrices; auto: as they are stored; int8: int8 weights with a scale per output, multiplied by "
+        "rows of int8, output head included; fp8, int4: an unquantised checkpoint is rounded while it is loaded, in "
+        "groups of 128 inputs, but for the output head. One value per deployment",
     )
     device: str = Field(
         "auto",

@@ -44,7 +44,8 @@ class LayerWeights:
         c, name = self._config, self._stored_head()
         if c.tie_embeddings and (name is None or self._equals_embedding(name, rows, embedding)):
             return embedding
-        return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
+        name = name or _HEADS[0]
+        return self._checkpoint.matrix(name, c.vocab_size, c.hidden_size, rows=rows, head=True)
 
     def has_untied_head(self) -> bool:
         """Whether a stored head differs from the embedding, although the configuration ties them. Compares all rows, in
@@ -67,7 +68,7 @@ class LayerWeights:
             own = embedding[first : first + _COMPARED_ROWS]
             begin = rows.start + first
             stored = self._checkpoint.matrix(
-                name, c.vocab_size, c.hidden_size, rows=slice(begin, begin + len(own))
+                name, c.vocab_size, c.hidden_size, rows=slice(begin, begin + len(own)), head=True
             )
             if not isinstance(stored, Tensor) or not torch.equal(stored, own):
                 return False

@@ -17,6 +17,7 @@ from engine.model.shares import check_shares
 
 # Bytes of a number; every other type: at least half of one
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ROUNDED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 # By the prefixes of `layer_weights`, which imports torch
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
 
@@ -32,9 +33,15 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 def check_settings(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError naming the setting that this model cannot have."""
-    if config.quantization == "int8" and model.experts is not None:
+    how = config.quantization
+    if how != "auto" and model.experts is not None:
         raise ConfigError(
-            f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
+            f"quantization {how}: experts are not supported in {how}, and {model.family.title} has them: use auto",
+            field="quantization",
+        )
+    if how in ("fp8", "int4") and model.quantization is not None:
+        raise ConfigError(
+            f"quantization {how}: the checkpoint is quantised already ({model.quantization.title}): use auto or int8",
             field="quantization",
         )
     if config.max_model_len > model.max_model_len:
@@ -47,7 +54,7 @@ def check_settings(config: EngineConfig, model: ModelConfig) -> None:
 def least_bytes(config: EngineConfig, model: ModelConfig, files: Iterable[Path]) -> int:
     """A lower bound of the bytes of all ranks' weights, by the headers of the files. A damaged file counts as empty."""
     computed = 4 if config.dtype == "float32" or (config.dtype, model.dtype) == ("auto", "float32") else 2
-    widest = 1 if config.quantization == "int8" and model.quantization is None else computed
+    widest = computed if model.quantization is not None else _ROUNDED.get(config.quantization, computed)
     total = 0.0
     for file in files:
         with contextlib.suppress(SafetensorError, OSError):
@@ -64,7 +71,7 @@ def least_context_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return 2 * model.num_layers * heads * model.head_dim * number * tokens
 
 
-def _tensor_bytes(file: Path, model: ModelConfig, widest: int) -> Iterator[float]:
+def _tensor_bytes(file: Path, model: ModelConfig, widest: float) -> Iterator[float]:
     with safe_open(str(file), "np") as handle:
         names = handle.keys()
         for name in names:

@@ -31,8 +31,8 @@ class Checkpoint:
         quantization: StoredFormat | None = None,
         kinds: Collection[str] = (),
     ):
-        """`quantization`: the format of quantised matrices; None: none is quantised. `kinds`: those of codes that
-        kernels read: they are kept."""
+        """`quantization`: the format of matrices, None if they are plain (`formats.of_matrices`). `kinds`: those of codes
+        that kernels read: they are kept."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
@@ -62,21 +62,22 @@ class Checkpoint:
         """
         matrix = (rows or slice(None), columns or slice(None))
         tensor = self.part(name, shape, *(matrix if item is None else (item, *matrix)))
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise ModelError(
-                f"tensor {name} is stored as {tensor.dtype}, expected floating point of 16 or 32 bits",
-                field=name,
-            )
+        stored.expect_plain(name, tensor)
         return self._own(tensor, dtype or self._dtype)
 
     def matrix(
-        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        head: bool = False,
     ) -> Weight:
         """The weights of a product, as `get`: int8 where they are stored so, codes if these are kept, else in the engine's
-        dtype."""
+        dtype. `head`: the output head, which is not rounded while it is loaded."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
-        if how is None or not stored.is_stored(how, self, product):
+        if how is None or (head and how.rounded) or not stored.is_stored(how, self, product):
             return self.get(name, *shape, rows=rows, columns=columns)
         share = stored.Matrix(
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)

@@ -15,8 +15,8 @@ from engine.quant.formats import StoredFormat
 
 _ROWS = 1024  # outputs whose codes are packed at a time
 _MOST = {FP8: 448.0, BYTES: 255.0, NIBBLES: 15.0}  # the largest codes, without scales
-_FLOATS = (formats.FP8, formats.FP8_BLOCKS)
-_KEPT = (*_FLOATS, formats.PACKED, formats.AWQ, formats.GPTQ)
+_FLOATS = (formats.FP8, formats.FP8_BLOCKS, formats.ROUNDED_FP8)
+_KEPT = (*_FLOATS, formats.PACKED, formats.AWQ, formats.GPTQ, formats.ROUNDED_INT4)
 _KINDS = {0: FP8, 4: NIBBLES, 8: BYTES}
 
 

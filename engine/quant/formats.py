@@ -11,6 +11,7 @@ from cluster.errors import ModelError
 
 INT8, FP8, FP8_BLOCKS, PACKED = "int8", "fp8", "fp8-blocks", "packed"
 AWQ, GPTQ, MXFP4, MXFP4_EXPERTS = "awq", "gptq", "mxfp4", "mxfp4-experts"
+ROUNDED_INT4, ROUNDED_FP8 = "rounded-int4", "rounded-fp8"  # while they are loaded
 PLAIN = ""  # not quantised
 MX_GROUP = 32  # inputs that share a scale in the MX formats
 _FIELD = "quantization_config"
@@ -50,12 +51,12 @@ def _int8() -> dict[str, Computed]:
     return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_CUDA}
 
 
-def _expanded(on_cuda: str = "", on_cpu: str = "") -> dict[str, Computed]:
-    """The bytes of a weight whose codes are kept on CUDA, and on CPUs."""
+def _expanded(on_cuda: str = "", on_cpu: str = "", codes: str = "as stored") -> dict[str, Computed]:
+    """The bytes of a weight whose `codes` are kept on CUDA, and on CPUs."""
     cells = dict.fromkeys(DEVICES, DTYPE)
     for device, kept in ((CUDA, on_cuda), (VNNI, on_cpu)):
         if kept:
-            how = f"as stored ({kept}) in bf16 by Baton's kernels"
+            how = f"{codes} ({kept}) in bf16 by Baton's kernels"
             which = "([which](serve-a-model.md#quantisation))"
             cells[device] = Computed(f"{how}, or {DTYPE.name} {which}", DTYPE.size)
     return cells
@@ -90,6 +91,14 @@ FORMATS: dict[str, Format] = {
         "GPTQ, 4 or 8 bits, with or without act-order (desc_act); zero points of format v1, and of v2 (~)",
         _expanded("½ or 1 byte", "4 bits: ½ byte"),
         "AutoGPTQ 0.7.1",
+    ),
+    ROUNDED_INT4: Format(
+        "fp32, bf16, fp16 with `--quantization int4`: groups of 128, output head as stored",
+        _expanded("½ byte", "½ byte", "rounded"),
+    ),
+    ROUNDED_FP8: Format(
+        "fp32, bf16, fp16 with `--quantization fp8`: E4M3, groups of 128, output head as stored",
+        _expanded("1 byte", codes="rounded"),
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
     MXFP4_EXPERTS: Format(
@@ -140,6 +149,23 @@ class StoredFormat:
     def title(self) -> str:
         return FORMATS[self.name].title
 
+    @property
+    def rounded(self) -> bool:
+        """Whether the file has plain weights, which are rounded while they are loaded."""
+        return self.name in (ROUNDED_INT4, ROUNDED_FP8)
+
+
+# By the setting `quantization`
+_ROUNDED = {
+    "int4": StoredFormat(ROUNDED_INT4, (1, 128), bits=4),
+    "fp8": StoredFormat(ROUNDED_FP8, (1, 128)),
+}
+
+
+def of_matrices(stored: StoredFormat | None, quantization: str) -> StoredFormat | None:
+    """The format in which matrices are read, for the setting `quantization`. None: they are plain, and stay so."""
+    return _ROUNDED.get(quantization, stored)
+
 
 def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
     """None for a checkpoint that is not quantised. Raises ModelError naming the format."""
@@ -160,7 +186,8 @@ def computed(stored: StoredFormat | None, quantization: str, device: str) -> Com
     """How a checkpoint is computed, for the setting `quantization` on one of DEVICES."""
     if quantization == INT8:
         return FORMATS[INT8].cells[device]
-    return FORMATS[PLAIN if stored is None else stored.name].cells[device]
+    how = of_matrices(stored, quantization)
+    return FORMATS[PLAIN if how is None else how.name].cells[device]
 
 
 def is_int8(stored: StoredFormat | None, quantization: str) -> bool:

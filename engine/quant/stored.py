@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.errors import ModelError
 from engine.ops.codes import CodedWeight
-from engine.quant import coded, expand
+from engine.quant import coded, expand, rounding
 from engine.quant.formats import (
     AWQ,
     FP8,
@@ -27,6 +27,8 @@ from engine.quant.formats import (
     MXFP4,
     MXFP4_EXPERTS,
     PACKED,
+    ROUNDED_FP8,
+    ROUNDED_INT4,
     StoredFormat,
 )
 
@@ -202,6 +204,26 @@ def _mxfp4(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     return expand.mxfp4(blocks, scales, inside, column_of)
 
 
+def _rounded(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
+    """A share that begins or ends inside a group is read with the rest of it."""
+    name, group = f"{m.name}.weight", stored.block[1]
+    columns, column_of = _blocks(m.columns, group)
+    read = slice(columns.start * group, min(columns.stop * group, m.inputs))
+    weight = source.part(name, (m.outputs, m.inputs), m.rows, read)
+    expect_plain(name, weight)
+    begin = m.columns.start - read.start
+    to = rounding.to_int4 if stored.name == ROUNDED_INT4 else rounding.to_fp8
+    return to(weight, group, slice(begin, begin + len(column_of)), column_of)
+
+
+def expect_plain(name: str, tensor: Tensor) -> None:
+    """Raise ModelError unless a tensor is of floating point, and not of 8 bits."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise ModelError(
+            f"tensor {name} is stored as {tensor.dtype}, expected floating point of 16 or 32 bits", field=name
+        )
+
+
 def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch.dtype) -> Tensor:
     """The share [rows, columns], in `dtype`, of the matrix of expert `expert`, of `count`. The file has them in MXFP4,
     as uint8 `m.name`_blocks [experts, outputs, groups, 16] and `m.name`_scales [experts, outputs, groups]. Raises
@@ -240,6 +262,8 @@ _MARKS: dict[str, tuple[str, ...]] = {
     AWQ: ("qweight",),
     GPTQ: ("qweight",),
     MXFP4: ("weight_packed",),
+    ROUNDED_INT4: ("weight",),
+    ROUNDED_FP8: ("weight",),
     MXFP4_EXPERTS: (),  # only experts are stored so; `read_expert` reads them
 }
 _READERS: dict[str, Callable[[StoredFormat, Source, Matrix], expand.Parts]] = {
@@ -249,6 +273,8 @@ _READERS: dict[str, Callable[[StoredFormat, Source, Matrix], expand.Parts]] = {
     AWQ: _awq,
     GPTQ: _gptq,
     MXFP4: _mxfp4,
+    ROUNDED_INT4: _rounded,
+    ROUNDED_FP8: _rounded,
 }
 
 

@@ -342,6 +342,7 @@ def test_an_id_names_the_form_and_its_settings(tmp_path) -> None:
 
 
 def test_every_form_that_is_computed_has_a_golden_checkpoint() -> None:
-    read = {name for name in FORMATS if name}
+    rounded = {formats.ROUNDED_INT4, formats.ROUNDED_FP8}
+    read = {name for name in FORMATS if name} - rounded
     found = {ModelConfig.read(GOLDEN / name).quantization.name for name in NAMES}  # type: ignore[union-attr]
     assert found | {formats.INT8, formats.MXFP4_EXPERTS} == read  # of those there are tests of their own
