@@ -44,8 +44,7 @@ class LayerWeights:
         c, name = self._config, self._stored_head()
         if c.tie_embeddings and (name is None or self._equals_embedding(name, rows, embedding)):
             return embedding
-        name = name or _HEADS[0]
-        return self._checkpoint.matrix(name, c.vocab_size, c.hidden_size, rows=rows, head=True)
+        return self._checkpoint.head(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
     def has_untied_head(self) -> bool:
         """Whether a stored head differs from the embedding, although the configuration ties them. Compares all rows, in
@@ -67,9 +66,8 @@ class LayerWeights:
         for first in range(0, len(embedding), _COMPARED_ROWS):
             own = embedding[first : first + _COMPARED_ROWS]
             begin = rows.start + first
-            stored = self._checkpoint.matrix(
-                name, c.vocab_size, c.hidden_size, rows=slice(begin, begin + len(own)), head=True
-            )
+            part = slice(begin, begin + len(own))
+            stored = self._checkpoint.head(name, c.vocab_size, c.hidden_size, rows=part)
             if not isinstance(stored, Tensor) or not torch.equal(stored, own):
                 return False
         return True

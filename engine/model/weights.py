@@ -65,19 +65,20 @@ class Checkpoint:
         stored.expect_plain(name, tensor)
         return self._own(tensor, dtype or self._dtype)
 
+    def head(self, name: str, *shape: int, rows: slice) -> Weight:
+        """The output head: as `matrix`, but not rounded while it is loaded."""
+        if self._quantization is not None and self._quantization.rounded:
+            return self.get(name, *shape, rows=rows)
+        return self.matrix(name, *shape, rows=rows)
+
     def matrix(
-        self,
-        name: str,
-        *shape: int,
-        rows: slice | None = None,
-        columns: slice | None = None,
-        head: bool = False,
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
         """The weights of a product, as `get`: int8 where they are stored so, codes if these are kept, else in the engine's
-        dtype. `head`: the output head, which is not rounded while it is loaded."""
+        dtype."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
-        if how is None or (head and how.rounded) or not stored.is_stored(how, self, product):
+        if how is None or not stored.is_stored(how, self, product):
             return self.get(name, *shape, rows=rows, columns=columns)
         share = stored.Matrix(
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)

@@ -156,6 +156,9 @@ class DistributedGroup:
                     timeout=datetime.timedelta(seconds=connect_seconds),
                 )
             except RuntimeError as error:
+                # torch names groups by their number in a process: counted, the next one would have another name here than
+                # at the other ranks, and none would connect.
+                distributed_c10d._world.group_count = 0
                 reason = str(error).splitlines()[0]
                 raise SetupError(
                     f"rank {rank} of {size} did not connect to all others that joined at {address} within "

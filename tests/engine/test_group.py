@@ -54,6 +54,22 @@ def test_a_rank_that_joins_and_connects_to_no_other_ends_the_start():
     assert joined
 
 
+def short_rank(rank: int, address: str, listener: socket.socket | None) -> None:
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener, connect_seconds=30.0)
+    assert group.share(b"plan" if rank == 0 else None) == b"plan"
+    group.close()
+
+
+def test_the_next_group_of_a_process_connects_after_one_that_did_not():
+    test_a_rank_that_joins_and_connects_to_no_other_ends_the_start()
+    address, listener = listen_at("127.0.0.1")
+    other = multiprocessing.get_context("spawn").Process(target=short_rank, args=(1, address, None))
+    other.start()
+    short_rank(0, address, listener)
+    other.join(60)
+    assert other.exitcode == 0
+
+
 def idle_rank(rank: int, address: str, listener: socket.socket | None) -> None:
     group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener, connect_seconds=IDLE / 2)
     if rank == 0:
