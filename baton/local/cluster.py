@@ -26,7 +26,7 @@ from baton.local.children import Child
 from baton.local.folder import ClusterFolder, remove_left
 from baton.local.options import UpOptions, without_secrets
 from baton.local.ray_pools import RayPools, launch
-from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
+from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable, remove_state
 from baton.local.supervisor import Supervisor
 from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import worker_sockets
@@ -183,8 +183,8 @@ class LocalCluster:
             self._ray.stop(STOP_SECONDS)
         if self._redis is not None:
             self._redis.stop()
-        if self._options.state_file is not None and self._written is not None:
-            self._written.remove(self._options.state_file)
+        if self._options.state_file is not None:
+            remove_state(self._options.state_file, self._logs)
         self._folder.remove(keep_logs=keep_logs and bool(self._where_logs_are()))
 
     def _where_logs_are(self) -> str:

@@ -51,16 +51,15 @@ class ClusterState:
     def write(self, path: Path) -> None:
         """Replace the file, for its owner only: it names every port of the cluster. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        safe_files.replace(path, self._text().encode())
+        safe_files.replace(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
-    def remove(self, path: Path) -> None:
-        """Remove the file unless another cluster has replaced it."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if path.read_text() == self._text():
-                path.unlink()
 
-    def _text(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+def remove_state(path: Path, logs: Path) -> None:
+    """Remove the file of the cluster whose logs are there. Not compared with what was written last: a signal may end a
+    cluster between a write and its note of that."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if json.loads(path.read_text())["logs"] == str(logs):
+            path.unlink()
 
 
 def check_writable(path: Path, flag: str, field: str) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -230,12 +231,15 @@ def test_the_state_file_of_another_cluster_survives_a_start_that_failed(sleepers
 
 def test_a_cluster_removes_the_state_file_that_it_wrote(sleepers, checkpoint, tmp_path):
     file = tmp_path / "state.json"
-    ours = ClusterState("h", "g", RedisState("r", None), [], [], [], 1, "logs")
+    later = ClusterState("h", "g", RedisState("r", None), [], [], [], 1, "logs")
     for replaced in (False, True):
         cluster = LocalCluster(UpOptions(checkpoint("llama"), pool="process", state_file=file))
+        ours = replace(later, logs=str(cluster.logs))
         cluster._write_state(ours)
+        # As where a signal comes between a write and the note of it
+        replace(ours, http="later").write(file)
         if replaced:
-            file.write_text("of a cluster started later")
+            later.write(file)
         cluster.stop()
         assert file.exists() == replaced
 
