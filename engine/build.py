@@ -127,9 +127,9 @@ def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] |
     if (kept := _kept_codes(config)) is None:
         return None
     size = config.tensor_parallel
-    heads = model.num_heads // size * model.head_dim
-    inputs = (model.hidden_size, heads, model.intermediate_size // size)
-    return coded.code_bytes(_format(model, config), inputs, kept)
+    own = (model.num_heads // size * model.head_dim, model.intermediate_size // size)
+    whole, shared = ((model.hidden_size, *own), ()) if size == 1 else ((model.hidden_size,), own)
+    return coded.code_bytes(_format(model, config), whole, shared, kept)
 
 
 def _format(model: ModelConfig, config: EngineConfig) -> formats.StoredFormat | None:
@@ -146,7 +146,9 @@ def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -
         return line
     if _code_bytes(model, config) is not None:
         return f"{line}, and not expanded"
-    if model.experts is not None or how.rounded:  # int8 is refused for experts
+    if how.rounded:
+        return f"{line}; no kernel here reads that, so it saves no memory: use auto, or int8 for less"
+    if model.experts is not None:  # int8 is refused for them
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
     return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"

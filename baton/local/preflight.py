@@ -155,8 +155,8 @@ def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
     if least > room:
         raise ConfigError(
             f"--model {engine.model}: its weights take at least {_gib(least)} on each of {engine.tensor_parallel} ranks "
-            f"of a {role} worker, more than the {_gib(room)} that each rank may take here: use a smaller model or "
-            f"--quantization int8, or start fewer workers",
+            f"of a {role} worker, more than the {_gib(room)} that each rank may take here: use a smaller model"
+            f"{' or --quantization int8' if engine.quantization == 'auto' else ''}, or start fewer workers",
             field="model",
         )
 

@@ -39,16 +39,20 @@ def check_settings(config: EngineConfig, model: ModelConfig) -> None:
             f"quantization {how}: experts are not supported in {how}, and {model.family.title} has them: use auto",
             field="quantization",
         )
-    if how in ("fp8", "int4") and model.quantization is not None:
-        raise ConfigError(
-            f"quantization {how}: the checkpoint is quantised already ({model.quantization.title}): use auto or int8",
-            field="quantization",
-        )
+    if how in ("fp8", "int4") and (why := why_not_rounded(model)):
+        raise ConfigError(f"quantization {how}: {why}: use auto or int8", field="quantization")
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
             field="max_model_len",
         )
+
+
+def why_not_rounded(model: ModelConfig) -> str:
+    """Why the settings fp8 and int4 cannot be this model's; "" if they can."""
+    if model.experts is not None:
+        return f"{model.family.title} has experts"
+    return "" if model.quantization is None else f"it is quantised already ({model.quantization.title})"
 
 
 def least_bytes(config: EngineConfig, model: ModelConfig, files: Iterable[Path]) -> int:

@@ -32,18 +32,24 @@ class Kept:
 ON_CUDA, ON_CPU = Kept(frozenset((FP8, BYTES, NIBBLES)), (1, 1)), Kept(frozenset((NIBBLES,)), (0, 4))
 
 
-def code_bytes(stored: StoredFormat | None, inputs: Collection[int], kept: Kept) -> tuple[float, int] | None:
+def code_bytes(
+    stored: StoredFormat | None, whole: Collection[int], shared: Collection[int], kept: Kept
+) -> tuple[float, int] | None:
     """Return the bytes of a weight, its share of a group's scale included, and those of an output beside its weights; None
-    if the kernels cannot read the codes of one of the matrices. `inputs`: of each matrix on a rank."""
+    if the kernels cannot read the codes of one of the matrices. `whole`, `shared`: inputs of matrices on a rank that have
+    all of theirs, and a share, which must not cut a group."""
     if stored is None or stored.name not in _KEPT or stored.act_order:
         return None
     is_float = stored.name in _FLOATS
     if (FP8 if is_float else _KINDS[stored.bits]) not in kept.kinds:
         return None
     group, beside = stored.block[1], 4 if is_float else 4 + kept.zero_bytes[not stored.symmetric]
-    if any(size % (group or SPAN) for size in inputs) or group % SPAN:
+    cut = any(size % SPAN for size in whole) or any(size % (group or SPAN) for size in shared)
+    if cut or group % SPAN:
         return None
-    return stored.bits / 8 + (beside / group if group else 0), 0 if group else beside
+    if not group:
+        return stored.bits / 8, beside
+    return stored.bits / 8 + beside * max(-(-size // group) / size for size in (*whole, *shared)), 0
 
 
 def of_parts(parts: Parts, group: int, kinds: Collection[str]) -> CodedWeight | None:

@@ -3,8 +3,8 @@
 All functions are pure. A share of a matrix is expanded as the whole would be: `row_of` and `column_of` say which scale
 each of its outputs and inputs has, wherever a rank's share begins.
 
-Codes are unpacked a few outputs at a time, so that the memory beside the result and the stored codes (at most a byte per
-weight) does not grow with the outputs. Packing a matrix for the kernels, or joining it with others, takes as much as its
+Codes are unpacked a few outputs at a time, so that the memory beside the result and what is stored does not grow with the
+outputs. Packing a matrix for the kernels, or joining it with others, takes as much as its
 result again, quantised or not; so the rule for memory (engine/kv_cache.py) has no term for expanding.
 """
 

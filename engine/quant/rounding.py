@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from engine.quant.expand import Parts
 
-SMALLEST = 1e-30  # a group without a larger number is all zeros
+SMALLEST = 1e-30  # a group with a smaller scale is all zeros
 _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST = torch.finfo(_FP8).max
 _ROWS = 128  # outputs at a time, in float32
@@ -23,8 +23,8 @@ _ROWS = 128  # outputs at a time, in float32
 def to_int4(weight: Tensor, group: int, inside: slice, column_of: Tensor) -> Parts:
     """Weights [outputs, inputs], of which `inside` are the share's, as codes from 0 to 15 for −8 to 7 times a scale.
 
-    The number of a group that is farthest from 0 has the code 0, whatever its sign: the scale has the other one, so 15 of
-    the 16 steps lie where the larger numbers are (llama.cpp's Q4_0).
+    The number of a group that is farthest from 0 has the code 0, and the scale the other sign: so its side of 0 has eight
+    steps, and the other side seven (llama.cpp's Q4_0).
     """
 
     def scale(numbers: Tensor) -> Tensor:
@@ -69,9 +69,13 @@ def _rounded(
     scales = torch.cat([scale(grouped(part)) for part in rows])
     scales[scales.abs() < SMALLEST] = 0.0
 
-    def codes_of(part: slice) -> Tensor:
+    def some(part: slice) -> Tensor:
         own = scales[part, :, None]
-        divided = grouped(part) / torch.where(own == 0, torch.inf, own)
+        divided = grouped(part).div_(torch.where(own == 0, torch.inf, own))
         return codes(divided).flatten(1)[:, inside]
+
+    def codes_of(part: slice) -> Tensor:
+        starts = range(part.start, part.stop, _ROWS)
+        return torch.cat([some(slice(at, min(at + _ROWS, part.stop))) for at in starts])
 
     return Parts(codes_of, (outputs, len(column_of)), scales, None, column_of)

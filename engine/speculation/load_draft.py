@@ -11,7 +11,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from cluster.protocol.draft_model import check_draft_model
 from engine import build
-from engine.model import rotary
+from engine.model import preflight, rotary
 from engine.model.config import ModelConfig
 from engine.runner import ModelRunner
 from engine.speculation.draft_model import CATCH_UP_TOKENS
@@ -41,6 +41,8 @@ def settings(config: EngineConfig) -> EngineConfig:
     }
     with _named(config.draft_model):
         model = ModelConfig.read(config.draft_model)
+        if config.quantization != "int8" and preflight.why_not_rounded(model):
+            given["quantization"] = "auto"  # drafts change no tokens
         rotary.check_angles(model)
         resolved = build.resolve(EngineConfig.model_validate(given), model)
     if model.vocab_size > target.vocab_size:

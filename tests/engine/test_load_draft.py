@@ -18,6 +18,7 @@ from engine.build import load_model
 from engine.speculation import load_draft, pool_bytes
 from tests.engine.draft_engines import DRAFT, settings_for
 from tests.engine.fake_model import FakeRunner
+from tests.engine.stored_formats import GOLDEN
 from worker.ranks import local
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -105,6 +106,15 @@ def test_a_vocabulary_without_the_targets_padding_is_fit(checkpoint, tmp_path):
     draft = changed(model, tmp_path / "vocab", vocab_size=64)
     config = WorkerConfig(role="decode", engine={"model": model, "draft_model": draft, "device": "cpu"})
     local.check(config)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_a_quantised_draft_model_stays_so_beside_a_rounded_target(quantization, checkpoint):
+    """Drafts change no tokens."""
+    model = checkpoint("llama")
+    for draft, expected in ((GOLDEN / "awq", "auto"), (model, quantization)):
+        config = EngineConfig(model=model, draft_model=draft, device="cpu", quantization=quantization)
+        assert load_draft.settings(config).quantization == expected
 
 
 def test_settings_of_the_draft_models_runner(checkpoint, tmp_path):

@@ -22,6 +22,7 @@ import itertools
 import math
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -209,9 +210,7 @@ class HttpServer(uvicorn.Server):
 
     def _protocol(self) -> asyncio.BufferedProtocol:
         make: Any = self.config.http_protocol_class
-        return BufferedReads(
-            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-        )
+        return BufferedReads(partial(make, self.config, self.server_state, self.lifespan.state))
 
 
 def _has_left(connection: socket.socket, *, tls: bool) -> bool:

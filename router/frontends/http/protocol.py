@@ -245,6 +245,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # called for the head; the parser of upgrade.py reads the body
         self._in_body, self._ended_in_read = False, True
+        self._stop_timer()  # a head that follows has its own
         super().on_message_complete()
         if self.cycle.response_complete:
             self._await_request()

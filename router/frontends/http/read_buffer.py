@@ -8,6 +8,7 @@ other client waited for. Into a protocol's own buffer uvloop reads what fits, an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -24,13 +25,16 @@ class BufferedReads(asyncio.BufferedProtocol):
 
     _buffer = memoryview(bytearray(READ_BYTES))
 
-    def __init__(self, protocol: asyncio.Protocol):
-        self._protocol = protocol
+    def __init__(self, make: Callable[[], asyncio.Protocol]):
+        """`make`: called once the connection is made, over TLS after the handshake."""
+        self._make = make
+        self._protocol: asyncio.Protocol
 
     def connection_made(self, transport: Any) -> None:
         if transport.get_extra_info("sslcontext") is not None:
             # Above it no more is read ahead; uvloop reads up to 256 KiB at a time of what is not decrypted yet
             transport.set_read_buffer_limits(READ_BYTES)
+        self._protocol = self._make()
         self._protocol.connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -1,5 +1,5 @@
-"""Bounds the short chunks and the trailers of a body. The parser calls for each of them, and the 128 KiB that are
-read of a connection in one turn hold 20,000: the event loop would do nothing else for a twentieth of a second."""
+"""Bounds the short chunks and the trailers of a body. The parser calls for each of them, and 128 KiB, which are read in
+one turn of a body that its endpoint has not taken, hold 20,000: the event loop would do nothing else for 0.05 s."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShortChunks:
             self._count = 0
 
     def add_piece(self, size: int) -> None:
-        """A piece of a body. It is a chunk, and counts, if the read has a piece before it and one behind it."""
+        """A piece of a body. It is a chunk, and counts, if the read has one, or the head, before it and one after it."""
         if self._last is not None:
             self._add(self._last)
         self._begins, self._last = True, size if self._begins else None

@@ -252,6 +252,20 @@ async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs(d
         assert await connection.status() == 408, "now it is late"
 
 
+async def test_a_head_behind_a_body_has_its_own_time() -> None:
+    """Not what was left of the body's: the answer that runs must not end for it."""
+    async for server in Server(LIMITS.model_copy(update={"body_seconds": 0.4})).run():
+        connection = await server.connect()
+        connection.send(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nab")
+        await asyncio.sleep(0.05)
+        connection.send(b"cd" + GET[:20])
+        await until(lambda one=server: one.running == 1, "it runs", 5)
+        await asyncio.sleep(1.0)
+        server.go_on.set()
+        assert await connection.status() == 200
+        assert await connection.ask(GET[20:]) == 200
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_head_behind_requests_that_wait_has_its_time_once_it_is_read(late: bool) -> None:
     """The connection is not read before: the answers that are made must not end for it."""

@@ -64,8 +64,8 @@ async def connected(
         theirs.load_cert_chain(certs / "router.pem", certs / "router.key")
         ours = ClientTls(certs / "ca.pem").context()
     listening = socket.create_server(("127.0.0.1", 0))
-    made = [BufferedReads(recorder)]
-    server = await loop.create_server(made.pop, sock=listening, ssl=theirs)
+    made = [recorder]
+    server = await loop.create_server(lambda: BufferedReads(made.pop), sock=listening, ssl=theirs)
     try:
         reader, writer = await asyncio.open_connection(*listening.getsockname(), ssl=ours)
         await until(lambda: recorder.transport is not None, "it is accepted")
