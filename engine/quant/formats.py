@@ -155,8 +155,7 @@ class StoredFormat:
         return self.name in (ROUNDED_INT4, ROUNDED_FP8)
 
 
-# By the setting `quantization`
-_ROUNDED = {
+_ROUNDED = {  # by the setting `quantization`
     "int4": StoredFormat(ROUNDED_INT4, (1, 128), bits=4),
     "fp8": StoredFormat(ROUNDED_FP8, (1, 128)),
 }
