@@ -90,6 +90,9 @@ class _Wanted(Checkpoint):
     ) -> Tensor:
         return self.get(name, *shape, rows=rows, columns=columns)
 
+    def head(self, name: str, *shape: int, rows: slice) -> Tensor:
+        return self.get(name, *shape, rows=rows)
+
     def expert(
         self,
         name: str,

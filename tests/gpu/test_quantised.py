@@ -221,9 +221,12 @@ class Drawn:
             return torch.ones(size, dtype=torch.bfloat16, device=self._device)
         return torch.empty(size, dtype=torch.bfloat16, device=self._device).normal_(0.0, 0.02)
 
+    def head(self, name: str, *shape: int, rows: slice):
+        return self.get(name, *shape, rows=rows)
+
     def matrix(self, name: str, *shape: int, **part: Any):
         form = self.form
-        if form not in STORED or name == "lm_head.weight":
+        if form not in STORED:
             return self.get(name, *shape, **part)
         outputs, inputs = shape
         found = coded_weight(form, 0 if form == FP8 else 128, outputs, inputs, str(self._device))
