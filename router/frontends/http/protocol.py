@@ -125,8 +125,6 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._between_bytes > self.limits.max_header_bytes:
                 self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
-        if not self._in_head and not self._in_body:
-            self._stop_timer()
         self._expect_rest()
 
     def _parse(self, data: bytes) -> None:
