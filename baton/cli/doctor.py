@@ -55,27 +55,34 @@ def doctor(
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
 
+    With --redis-url or --ray-address, and without a kubeconfig, only these are checked.
+
     Exit code 0: an install can work. 2: something is missing. 1: the cluster could not be asked.
     """
     from baton.doctor import report
-    from baton.doctor.checks import judge
-    from baton.doctor.reading import Reader, connect, default_namespace
+    from baton.doctor.checks import Check, judge
+    from baton.doctor.reading import Reader, connect, default_namespace, names_cluster
     from baton.doctor.values import values_for
 
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
-    with connect(kubeconfig, context) as api:
-        reader = Reader(api, namespace or default_namespace(kubeconfig, context), timeout)
-        facts = reader.read(permissions=not without_permissions)
-    checks, values = judge(facts), values_for(facts)
-    checks += _external(redis_url, redis_namespace, redis_component, ray_address)
+    external = _external(redis_url, redis_namespace, redis_component, ray_address)
+    if external and kubeconfig is None and not context and not values_only and not names_cluster():
+        no_cluster = "no kubeconfig here, and this is no pod: name one with --kubeconfig for all checks"
+        checks = [*external, Check("kubernetes", "info", "not checked", no_cluster)]
+        found, page = report.of_checks(checks), report.checks_table(checks)
+    else:
+        with connect(kubeconfig, context) as api:
+            reader = Reader(api, namespace or default_namespace(kubeconfig, context), timeout)
+            facts = reader.read(permissions=not without_permissions)
+        checks, values = [*judge(facts), *external], values_for(facts)
+        found, page = report.as_json(facts, checks, values), report.render(facts, checks, values)
     if values_only:
-        console.file.write(report.as_yaml(values))
+        console.file.write(report.as_yaml(found["values"]))
     elif as_json:
-        found = report.as_json(facts, checks, values)
         console.file.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
-        console.print(report.render(facts, checks, values))
+        console.print(page)
     if any(check.grade == "missing" for check in checks):
         raise typer.Exit(EXIT_MISSING)
 

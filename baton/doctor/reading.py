@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,13 @@ def default_namespace(kubeconfig: Path | None, context: str) -> str:
         return str(chosen["context"].get("namespace") or "default")
     except (kubernetes_config.ConfigException, OSError, *_MALFORMED):
         return "default"
+
+
+def names_cluster() -> bool:
+    """Whether the environment names a cluster, rightly or not: by kubectl's variable or file, or as a pod's does."""
+    return (
+        any(os.environ.get(one) for one in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")) or _has_default_file()
+    )
 
 
 def _has_default_file() -> bool:

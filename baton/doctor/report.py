@@ -29,14 +29,17 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "missing": "red"}
 
 def render(facts: Facts, checks: Sequence[Check], values: Values) -> RenderableType:
     return Group(
-        _checks(checks), Text(), *_nodes(facts), Text("values for the chart:", style="bold"), _yaml(values)
+        checks_table(checks),
+        Text(),
+        *_nodes(facts),
+        Text("values for the chart:", style="bold"),
+        _yaml(values),
     )
 
 
 def as_json(facts: Facts, checks: Sequence[Check], values: Values) -> dict[str, Any]:
     return {
-        "ok": not any(check.grade == "missing" for check in checks),
-        "checks": [asdict(check) for check in checks],
+        **of_checks(checks),
         "gpus": [
             {"product": product, "resource": resource, "allocatable": count}
             for (product, resource), count in facts.gpu_kinds().most_common()
@@ -45,11 +48,19 @@ def as_json(facts: Facts, checks: Sequence[Check], values: Values) -> dict[str, 
     }
 
 
+def of_checks(checks: Sequence[Check]) -> dict[str, Any]:
+    """The part of the JSON that needs no facts of a cluster."""
+    return {
+        "ok": not any(check.grade == "missing" for check in checks),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
 def as_yaml(values: Values) -> str:
     return str(yaml.dump(values, Dumper=_Plain, sort_keys=False, default_flow_style=False))
 
 
-def _checks(checks: Sequence[Check]) -> Table:
+def checks_table(checks: Sequence[Check]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "advice"):
         table.add_column(name, no_wrap=name == "what", overflow="fold")

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 # Measured: a router with a tokenizer; Ray's processes with Serve and two empty replicas.
 ROUTER_BYTES = 256 << 20
 RAY_BYTES = 1 << 30
+# Private memory of a rank without weights and KV: 245 MiB on a host (libraries, mostly torch); a CUDA context takes more.
+RANK_BYTES = 240 << 20
 PROCESS_SECONDS = 60.0  # limit of a process that loads torch and prints what it found
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 HOST = -1  # a location; the others are numbers of cards
@@ -59,7 +61,7 @@ class Machine(NamedTuple):
 
 
 def divide(pools: Mapping[Role, PoolMemory], machine: Machine) -> dict[Role, int]:
-    """The bytes that one rank of each role may take. Raises ConfigError if nothing is left."""
+    """The bytes that one rank of each role may take. Raises ConfigError if it is too little for any model."""
     ranks = Counter(location for pool in pools.values() for location in pool.locations(len(machine.cards)))
     return {role: _share(pool, machine, ranks) for role, pool in pools.items() if pool.workers}
 
@@ -72,11 +74,12 @@ def _share(pool: PoolMemory, machine: Machine, ranks: Counter[int]) -> int:
         if not limits:  # the worker refuses to start, and names the card
             continue
         room = room_bytes(limits, pool.utilization) - (machine.set_aside if location == HOST else 0)
-        if room < ranks[location]:
+        if room < ranks[location] * RANK_BYTES:
             smallest = min(limits, key=lambda limit: room_bytes([limit], pool.utilization))
             raise ConfigError(
-                f"--memory-utilization {pool.utilization:g} of {smallest.total} bytes, {smallest.used} of them in use, "
-                f"leaves nothing for {ranks[location]} ranks: {ranks[location] - room} bytes are missing",
+                f"--memory-utilization {pool.utilization:g} of {_in_gib(smallest.total)}, {_in_gib(smallest.used)} of "
+                f"them in use, leaves {_in_gib(max(room, 0))} for {ranks[location]} ranks of workers, each of which takes "
+                f"{_in_gib(RANK_BYTES)} without weights: start fewer (--prefill, --decode, --routers), or free memory",
                 field="memory_utilization",
             )
         shares.append(room // ranks[location])

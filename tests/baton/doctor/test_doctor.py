@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes.client
+import orjson
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -146,6 +147,28 @@ def test_the_namespace_is_the_one_that_helm_would_install_in(
 def test_rights_are_not_checked_without_a_redis(tmp_path: Path) -> None:
     flags = ["doctor", "--kubeconfig", str(tmp_path / "none"), "--redis-component", "worker"]
     with pytest.raises(ConfigError, match="--redis-component needs --redis-url"):
+        CliRunner().invoke(app, flags, catch_exceptions=False)
+
+
+def test_an_external_redis_is_checked_where_no_cluster_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a kubeconfig nothing was checked at all."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    flags = ["doctor", "--redis-url", "redis://127.0.0.1:1", "--json"]
+    found = CliRunner().invoke(app, flags, catch_exceptions=False)
+    checks = {one["name"]: one for one in orjson.loads(found.stdout)["checks"]}
+    assert found.exit_code == 2 and checks["kubernetes"]["found"] == "not checked"
+    assert "missing" in {one["grade"] for one in checks.values()}
+    table = CliRunner().invoke(app, flags[:-1], catch_exceptions=False)
+    assert table.exit_code == 2 and "not checked" in table.stdout
+    for named in ("--context x", f"--kubeconfig {tmp_path}/none", "--values"):
+        with pytest.raises(ConfigError, match="no way to a cluster"):
+            CliRunner().invoke(app, [*flags, *named.split()], catch_exceptions=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no way to a cluster"):
         CliRunner().invoke(app, flags, catch_exceptions=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.local import memory, options
-from baton.local.memory import HOST, RAY_BYTES, ROUTER_BYTES, Machine, PoolMemory, divide
+from baton.local.memory import HOST, RANK_BYTES, RAY_BYTES, ROUTER_BYTES, Machine, PoolMemory, divide
 from baton.local.options import UpOptions
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
@@ -73,12 +73,24 @@ def test_each_role_has_its_own_share() -> None:
     assert divide(both, machine) == {"prefill": (40 * GIB - GIB) // 2, "decode": (72 * GIB - GIB) // 2}
 
 
-def test_a_full_machine_is_refused_with_the_missing_bytes() -> None:
+def test_a_full_machine_is_refused() -> None:
     full = Machine([Limit(64 * GIB, 5 * GIB)], [], 0)
-    room = int(0.9 * 64 * GIB) - 59 * GIB
-    with pytest.raises(ConfigError, match=f"nothing for 2 ranks: {2 - room} bytes are missing") as caught:
+    with pytest.raises(
+        ConfigError, match="of 64 GiB, 59 GiB of them in use, leaves 0 GiB for 2 ranks"
+    ) as caught:
         divide(pools(1, 1), full)
     assert caught.value.field == "memory_utilization"
+
+
+def test_more_workers_than_the_machine_can_start_are_refused() -> None:
+    """Each rank got a few MiB: a thousand processes were started, and the machine ran out of memory."""
+    free = Machine(FREE_HOST, [], 0)
+    most = (int(0.9 * 64 * GIB) - 4 * GIB) // RANK_BYTES
+    divide(pools(most - 1, 1), free)
+    with pytest.raises(
+        ConfigError, match=rf"{most + 1} ranks of workers.*start fewer"
+    ):
+        divide(pools(most, 1), free)
 
 
 def test_given_pools_on_a_card_are_compared_with_the_card() -> None:

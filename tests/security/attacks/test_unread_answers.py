@@ -29,6 +29,7 @@ POSTS = 36
 CONNECTIONS = 25
 GROWN_MIB = 10  # it was 48
 STREAM_KIB = 512
+TEMPLATE_TOKENS = 200  # more than a chat template adds to one letter
 MAX_BODY = 1 << 20  # also all that one tenant may have of bodies and unread answers
 # More than 1.5 MB; the kernel and the router's buffer take 0.4 of it.
 LARGE = b'{"prompt":[5],"n":8,"max_tokens":740,"ignore_eos":true,"logprobs":20}'
@@ -141,19 +142,32 @@ def test_whole_answers_that_are_not_read_are_counted(router: Router, keys: KeyFi
         if endpoint.streams
     ],
 )
-def test_streams_that_are_not_read_hold_few_bytes(name: str, router: Router, key: str) -> None:
+def test_streams_that_are_not_read_hold_few_bytes(name: str, router: Router, keys: KeyFile, key: str) -> None:
     """The router grants a stream's worker no further token while its client does not read."""
-    wait_for(lambda: ask(router, key) == 200, 30, "the key is known")
-    most = httpx.get(f"{router.http}/v1/models", headers={"authorization": f"Bearer {key}"}).json()
-    tokens = most["data"][0]["max_model_len"] - 8
+    ops = keys.add(f"ops-{name}", admin=True)
+    headers = {"authorization": f"Bearer {key}"}
+    wait_for(lambda: ask(router, key) == ask(router, ops) == 200, 30, "the keys are known")
+    most = httpx.get(f"{router.http}/v1/models", headers=headers).json()["data"][0]["max_model_len"]
     asked = ENDPOINTS[name]
     most_tokens = "max_output_tokens" if name == "response" else "max_tokens"
     more = {"completion": {"logprobs": 5}, "chat": {"logprobs": True, "top_logprobs": 5}}.get(name, {})
-    body = asked.body("a", stream=True, ignore_eos=True, **{most_tokens: tokens}, **more)
+    body = asked.body("a", stream=True, ignore_eos=True, **{most_tokens: most - TEMPLATE_TOKENS}, **more)
+    with httpx.stream("POST", router.http + asked.path, content=body, headers=headers) as answer:
+        assert answer.status_code == 200, "a stream and no refusal is what is not read"
+    wait_for(lambda: in_flight(router, ops) == 0, 10, "it is cancelled")
     process = psutil.Process(router.pid)
+
+    def state() -> tuple[int, float]:
+        return process.memory_info().rss >> 20, in_flight(router, ops)
+
+    def settled() -> bool:
+        earlier = state()
+        time.sleep(0.5)
+        return state() == earlier
+
     before = process.memory_info().rss
     with unread(router, CONNECTIONS, HEAD % (asked.path.encode(), key.encode(), len(body)) + body):
-        time.sleep(1.0)
+        wait_for(settled, 30, "all that will be buffered is")
         grown = (process.memory_info().rss - before) >> 10
         assert ask(router, key) == 200
     assert grown / CONNECTIONS <= STREAM_KIB, f"{grown / CONNECTIONS:.0f} KiB"
