@@ -145,6 +145,12 @@ def _adapters(given: Any) -> tuple[tuple[str, str], ...]:
     found = tuple((name, digest) for name, digest in given)
     if not all(adapters.is_adapter_name(name) and ADAPTER_DIGEST.match(digest) for name, digest in found):
         raise ValueError("adapters: no names and digests")
+    return _one_of_equal(found)
+
+
+@lru_cache(maxsize=1024)
+def _one_of_equal(found: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The same tuple for all equal ones (grouped_by_adapters)."""
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,13 +46,19 @@ class WorkerInfo:
     lease: Lease = "live"
     status: WorkerStatus = WorkerStatus()
 
-    def has_adapter(self, digest: str) -> bool:
-        return any(own == digest for _, own in self.adapters)
-
     @property
     def name(self) -> str:
         """The name of one epoch of the worker: load is keyed by it."""
         return f"{self.worker_id}@{self.epoch:016x}"
+
+
+def grouped_by_adapters(workers: Iterable[WorkerInfo]) -> Iterable[list[WorkerInfo]]:
+    """Those of a group have the same adapters. Equal tuples are compared by identity, because registrations share them: a
+    hundred adapters of a thousand workers would be compared a hundred thousand times."""
+    groups: dict[int, list[WorkerInfo]] = {}
+    for worker in workers:
+        groups.setdefault(id(worker.adapters), []).append(worker)
+    return groups.values()
 
 
 def lease_of(age_seconds: float) -> Lease:

@@ -274,11 +274,8 @@ class RequestDispatcher:
         choice = self._choices[token.choice]
         try:
             delta = choice.take(token)
-        except GapError as gap:
-            attempt.broken(errors.PeerLostError(str(gap)))
-            return False
-        except errors.UnreadableAnswerError as error:
-            attempt.broken(error)
+        except (GapError, errors.UnreadableAnswerError) as error:
+            attempt.broken(errors.PeerLostError(str(error)) if isinstance(error, GapError) else error)
             return False
         if delta is None:
             return False
@@ -303,11 +300,13 @@ class RequestDispatcher:
 
     def _forward_prompt(self, token: Token) -> None:
         """A token of the prompt came with its log probability, or its embedding: each choice shows it."""
+        self.stats.begun = True
         for index in range(self.choices):
             self._deltas.add(Delta(self._first_shown + index, "", (), prompt=(token,)))
 
     def _note_first(self) -> None:
         """The first token of a choice came."""
+        self.stats.begun = True
         first: float | None = None
         if self.first_token_seconds is None:
             self.first_token_seconds = first = time.monotonic() - self._received
@@ -326,7 +325,8 @@ class RequestDispatcher:
                 attempt.prefill_report = report
             self._keep_report(event.source, report, attempt)
         outcome = event.end.outcome if event.end is not None else None
-        if event.source is Source.PREFILL and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
+        handed_over = event.source is Source.PREFILL and not ends_with_first_token(attempt.spec)
+        if handed_over and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             self._services.pairs.met(attempt.placed)
         if complete:
             return

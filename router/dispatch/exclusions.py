@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cluster.membership.types import WorkerInfo
+from cluster.membership.types import WorkerInfo, grouped_by_adapters
 from router.dispatch.attempt_events import Ended
 from router.placement.types import Reason
 
@@ -25,10 +25,27 @@ def exclusions(
     }
 
 
-def without_adapter(workers: Sequence[WorkerInfo], digest: str) -> list[str]:
-    """Workers that have not loaded the adapter. An exclusion, because where all are excluded one is asked even so: a
-    registration may be older than what its worker has loaded."""
-    return [worker.worker_id for worker in workers if not worker.has_adapter(digest)]
+class WithoutAdapter:
+    """Workers that have not loaded an adapter. An exclusion, because where all are excluded one is asked even so: a
+    registration may be older than what its worker has loaded. Looked for once per version of the membership."""
+
+    def __init__(self, workers: Callable[[], Sequence[WorkerInfo]]):
+        self._workers = workers
+        self._seen: Sequence[WorkerInfo] = ()
+        self._found: dict[tuple[str, str], Sequence[str]] = {}
+
+    def __call__(self, model_id: str, digest: str) -> Sequence[str]:
+        """Worker ids of those of the model."""
+        if (workers := self._workers()) is not self._seen:
+            self._seen, self._found = workers, {}
+        if (found := self._found.get((model_id, digest))) is None:
+            found = self._found[model_id, digest] = [
+                worker.worker_id
+                for alike in grouped_by_adapters(one for one in workers if one.model_id == model_id)
+                if digest not in (own for _, own in alike[0].adapters)
+                for worker in alike
+            ]
+        return found
 
 
 def ended_by(event: Ended) -> Reason:

@@ -12,7 +12,7 @@ from cluster.protocol.prompt_scores import computes_each_position, leave_out_pro
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
-from router.dispatch.exclusions import exclusions, without_adapter
+from router.dispatch.exclusions import exclusions
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.services import Services
 from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
@@ -34,8 +34,8 @@ class RequestPlacer:
         self._deadlines = deadlines
         self._stats = stats
         self._packed_prompt = packed_prompt
-        self._kv_group: KvGroup | None = None  # the workers that have it
-        self._failed_kv_groups: set[KvGroup] = set()  # that gave it no token
+        self._kv_groups: dict[int, KvGroup] = {}  # the workers that have each choice
+        self._failed_kv_groups: set[KvGroup] = set()  # that gave the request nothing
         self.excluded: dict[str, Reason] = {}  # by worker_id
         self.engine_failures = EngineFailures()
 
@@ -46,11 +46,11 @@ class RequestPlacer:
         where wanted, are still to come. Raises UnavailableError."""
         while True:
             try:
-                self._kv_group = self._choose_kv_group(choices, scores)
-                spec = self.spec(choices, self._kv_group)
+                kv_group = self._choose_kv_group(choices)
+                spec = self.spec(choices, kv_group)
                 if not scores:
                     leave_out_prompt_logprobs(spec)
-                request = self.request(choices, spec, self._kv_group)
+                request = self.request(choices, spec, kv_group)
                 request = self._services.without_unreachable_pairs(request)
                 placed = await self._services.placement.place(request)
             except errors.UnavailableError:
@@ -61,16 +61,17 @@ class RequestPlacer:
                 self._stats.placement_calls += 1
                 return spec, request, placed
 
-    def _choose_kv_group(self, choices: list[ChoiceStream], scores: bool) -> KvGroup:
+    def _choose_kv_group(self, choices: list[ChoiceStream]) -> KvGroup:
         """What the client has is continued by the same group. Before that another one is tried: all workers of a group may
         be registered falsely, or broken in the same way."""
-        c, before = self._completion, self._kv_group
-        has_scores = c.sampling.prompt_logprobs and not scores
-        has_tokens = any(len(choice.output) > len(c.resume_tokens) for choice in choices)
-        if before is not None and not (has_scores or has_tokens):
+        before = self._kv_groups.get(choices[0].index)
+        if before is not None and not self._stats.begun:
             self._failed_kv_groups.add(before)
             before = None
-        return self._services.placement.kv_group(before, c.served_model, self._failed_kv_groups)
+        model = self._completion.served_model
+        kv_group = self._services.placement.kv_group(before, model, self._failed_kv_groups)
+        self._kv_groups |= dict.fromkeys((choice.index for choice in choices), kv_group)
+        return kv_group
 
     def request(
         self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, kv_group: KvGroup
@@ -84,7 +85,7 @@ class RequestPlacer:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._exclusions(),
+            excluded=self._exclusions(kv_group),
             kv_group=kv_group,
             explain=c.explain,
             priority_class=self._deadlines.priority_class,
@@ -97,9 +98,9 @@ class RequestPlacer:
             ends_at_prefill=ends_with_first_token(spec),
         )
 
-    def _exclusions(self) -> dict[str, Reason]:
+    def _exclusions(self, kv_group: KvGroup) -> dict[str, Reason]:
         services, adapter = self._services, self._completion.adapter
-        lacking = without_adapter(services.members.all, adapter) if adapter else ()
+        lacking = services.without_adapter(kv_group.model_id, adapter) if adapter else ()
         return exclusions(services.links.suspects, self.excluded, self.engine_failures.names, lacking)
 
     def spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:

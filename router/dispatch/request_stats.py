@@ -23,6 +23,7 @@ class RequestStats:
     """Counts of one request; each attempt adds to them."""
 
     attempts: int = 0
+    begun: bool = False  # the client has a token of any choice, or log probabilities of the prompt
     placement_calls: int = 0
     placement_seconds: float = 0.0
     trip_seconds: float = 0.0  # of the attempt that brought the latest first token

@@ -17,6 +17,7 @@ from cluster.membership.wanted_adapters import WantedWriter
 from cluster.protocol.block_hash import make_salt, pack_tokens
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
+from router.dispatch.exclusions import WithoutAdapter
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.dispatch.work_reports import WorkReports
 from router.link.links import Links
@@ -85,6 +86,7 @@ class Services:
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str, str], bytes] = {}
         self.pairs = UnreachablePairs()
+        self.without_adapter = WithoutAdapter(lambda: members.all)
         self.recorder = Recorder()
         self.work_reports = WorkReports()
         self.faults = RequestFaults.of(faults)

@@ -50,7 +50,7 @@ def test_adapters_are_read_and_checked():
     written = json.loads(encode(replace(INFO, adapters=pairs)))
     (worker,) = decode(answer(written))
     assert worker.adapters == pairs
-    assert worker.has_adapter(digest) and not worker.has_adapter("")
+    assert digest in dict(worker.adapters).values()
     before = facts("before")
     del before["adapters"]
     assert decode(answer(before))[0].adapters == ()

@@ -87,9 +87,7 @@ def test_more_workers_than_the_machine_can_start_are_refused() -> None:
     free = Machine(FREE_HOST, [], 0)
     most = (int(0.9 * 64 * GIB) - 4 * GIB) // RANK_BYTES
     divide(pools(most - 1, 1), free)
-    with pytest.raises(
-        ConfigError, match=rf"{most + 1} ranks of workers.*start fewer"
-    ):
+    with pytest.raises(ConfigError, match=rf"{most + 1} ranks of workers.*start fewer"):
         divide(pools(most, 1), free)
 
 

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import UnreadableAnswerError
+from cluster.errors import PeerLostError, UnreadableAnswerError
 from router.dispatch import dispatcher
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.placement.types import Placed
 from router.request.completion import Completion
-from tests.router.dispatch.scripted_attempts import NEW, PROMPT, D, Scripted, World, deliver, token
+from tests.router.dispatch.scripted_attempts import NEW, PROMPT, D, P, Scripted, World, deliver, end, token
 from wire import common_pb2
 
 # What may happen in an attempt, before it goes well or is over.
@@ -71,6 +72,28 @@ async def test_workers_that_could_not_meet_are_kept_apart_until_they_meet(text, 
     assert not world.services.pairs.any_unreachable
     await deliver(world)
     assert world.excluded[3:] == [set()]
+
+
+async def test_a_request_that_ends_at_its_prefill_worker_has_met_no_decode_worker(text, monkeypatch):
+    """An embedding put a pair that does not meet back into use."""
+    world = World(text, [])
+    pairs = world.services.pairs = UnreachablePairs(lambda: 0.0)
+    pairs.failed(Placed(world.p, world.d, 0, 0, False), PeerLostError("not reached"))
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    monkeypatch.setattr(
+        Scripted, "start", lambda made: (made.came(P, token(PROMPT)), made.ends(P, end("DONE")))
+    )
+    sampling = common_pb2.SamplingParams(max_tokens=1)
+    running = dispatcher.RequestDispatcher(
+        Completion("r", "m", list(range(3, 3 + PROMPT)), sampling, deadline_seconds=60.0), world.services
+    )
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        assert await deltas.take()
+    running.stop()
+    await world.services.finish(5.0)
+    assert pairs.any_unreachable
 
 
 async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(text, monkeypatch):

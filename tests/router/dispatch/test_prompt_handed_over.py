@@ -20,6 +20,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.held_answer import TOKENS_PER_TURN, HeldAnswer
 from router.link.handle import Reader
 from router.placement.calibration import Calibration
+from router.placement.types import KvGroup
 from router.request.completion import Completion
 from tests.router.dispatch.scripted_attempts import World, end
 from wire import common_pb2, decode_pb2
@@ -247,6 +248,21 @@ def test_the_prompt_comes_once_and_first(text, scripts, n):
     assert whole == sorted(whole, reverse=True), "asked for again though the client has it"
     assert all(worker.over for worker in world.opened), "a worker was not told"
     assert len(world.released) == len(world.pairs), "a charge that stays"
+
+
+@pytest.mark.parametrize(("steps", "stays"), [(["p", "p", "p lost"], True), (["p lost"], False)])
+async def test_a_prompt_that_the_client_has_in_part_stays_with_its_kv_group(text, monkeypatch, steps, stays):
+    """In a roll the rest came from another version of the model."""
+    world = Handed(text, [steps])
+    before: list[KvGroup | None] = []
+
+    def kv_group(group: KvGroup | None, *_: Any) -> KvGroup:
+        before.append(group)
+        return KvGroup("m", 16, b"")
+
+    monkeypatch.setattr(world, "kv_group", kv_group)
+    await asyncio.wait_for(deliver(world, 1), 20)
+    assert before == [None, KvGroup("m", 16, b"") if stays else None]
 
 
 async def test_an_answer_of_one_token_does_not_fail_by_the_end_of_its_handoff(text):

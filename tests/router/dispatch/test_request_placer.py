@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
+from router.placement.kv_groups import KvGroups
 from router.placement.types import KvGroup
 from router.request.completion import Completion
 from tests.router.dispatch.scripted_attempts import World
@@ -47,8 +49,8 @@ async def test_what_its_worker_reuses_and_where_it_ends(text, sampling, scores, 
     assert spec.sampling.prompt_logprobs == (scores and "prompt_logprobs" in sampling)
 
 
-@pytest.mark.parametrize(("tokens", "stays"), [([], False), ([7], True)])
-async def test_another_kv_group_is_tried_until_there_is_a_token(text, monkeypatch, tokens, stays):
+@pytest.mark.parametrize("begun", [False, True])
+async def test_another_kv_group_is_tried_until_the_client_has_something(text, monkeypatch, begun):
     world: Any = World(text, [])
     asked: list[tuple[KvGroup | None, set[KvGroup]]] = []
     groups = [KvGroup("m", 16, b"false"), KvGroup("m", 16, b"true")]
@@ -62,9 +64,41 @@ async def test_another_kv_group_is_tried_until_there_is_a_token(text, monkeypatc
     now = time.monotonic()
     deadlines = RequestDeadlines(world.services.config, completion, now)
     packed = pack_tokens(completion.prompt_tokens)
-    placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), packed)
+    stats = RequestStats()
+    placer = RequestPlacer(completion, world.services, deadlines, stats, packed)
     choices = [ChoiceStream(0, completion, text, 0)]
     await placer.place(choices, now + 1, scores=False)
-    choices[0].output += tokens
+    stats.begun = begun
     await placer.place(choices, now + 1, scores=False)
-    assert asked == [(None, set()), (groups[0], set()) if stays else (None, {groups[0]})]
+    assert asked == [(None, set()), (groups[0], set()) if begun else (None, {groups[0]})]
+
+
+async def test_each_choice_stays_with_its_kv_group(text, monkeypatch):
+    """A choice without tokens went to another group, and its sibling was continued there: by another model in a roll."""
+    world: Any = World(text, [])
+    old, new = (SimpleNamespace(model_id=one, page_size=16, layout=b"") for one in ("old", "new"))
+    groups = {"serving": [old, new]}
+
+    def kv_group(before: Any, model: str, failed: Any) -> Any:
+        return KvGroups(groups["serving"], groups["serving"], "fallback").choose(before, Random(1), failed)
+
+    monkeypatch.setattr(world.services, "placement", SimpleNamespace(kv_group=kv_group, place=world.place))
+    completion = Completion("r", "m", [5] * 40, common_pb2.SamplingParams(max_tokens=40), n=2)
+    now, stats = time.monotonic(), RequestStats()
+    deadlines = RequestDeadlines(world.services.config, completion, now)
+    placer = RequestPlacer(
+        completion, world.services, deadlines, stats, pack_tokens(completion.prompt_tokens)
+    )
+    both = [ChoiceStream(i, completion, text, i) for i in range(2)]
+
+    async def model_of(*choices: ChoiceStream) -> str:
+        return (await placer.place([*choices], now + 1, scores=False))[0].model_id
+
+    first = await model_of(*both)
+    stats.begun = True  # by the first choice
+    assert await model_of(both[1]) == first == await model_of(both[0])
+    other = new if first == "old" else old
+    groups["serving"] = [other]
+    assert await model_of(both[1]) == other.model_id, "the only one"
+    groups["serving"] = [old, new]
+    assert (await model_of(both[0]), await model_of(both[1])) == (first, other.model_id)

@@ -11,7 +11,7 @@ import pytest
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnavailableError, UnknownModelError
 from cluster.protocol.block_hash import make_salt
-from router.dispatch.exclusions import exclusions, without_adapter
+from router.dispatch.exclusions import WithoutAdapter, exclusions
 from router.dispatch.services import Services
 from router.frontends.http.adapters import AdapterCalls
 from router.placement.types import Reason
@@ -75,8 +75,13 @@ def test_a_load_that_gave_workers_different_files_is_no_success():
 
 
 def test_workers_without_the_adapter_are_excluded_by_name():
-    lacking = without_adapter(workers((("a", OLD),), (), (("a", NEW),)), OLD)
-    assert exclusions((), {}, (), lacking) == {"w1": Reason.ADAPTER, "w2": Reason.ADAPTER}
+    view = [workers((("a", OLD),), (), (("a", NEW),))]
+    lacking = WithoutAdapter(lambda: view[0])
+    assert exclusions((), {}, (), lacking("m", OLD)) == {"w1": Reason.ADAPTER, "w2": Reason.ADAPTER}
+    assert lacking("m", OLD) is lacking("m", OLD), "once per version of the membership"
+    assert not lacking("another model", OLD)
+    view[0] = workers((), (("a", OLD), ("b", NEW)), (("a", OLD), ("b", NEW)))
+    assert [*lacking("m", OLD)] == ["w0"] == [*lacking("m", NEW)]
 
 
 def test_salts_differ_by_digest():
