@@ -5,7 +5,7 @@
 
 No step waits long for masks, as it is the other requests' too: a sequence whose mask is not there by then waits until it
 is, and steps go on without it. The first mask of a request is filled before its prompt is computed. Tenants take turns on
-the thread.
+the thread; sequences whose masks take long have another one.
 
 The matcher of a sequence is made when its first mask is needed, from the output so far, and follows the output from then
 on. So it is right after a hand-off, after a preemption and where a stream is resumed.
@@ -29,7 +29,9 @@ from engine.sampling.grammar.base import word_count
 from engine.sampling.grammar.store import Grammars
 from engine.scheduler.sequence import Sequence, SequenceState
 
-MASK_SECONDS = 1.0  # of filling one mask
+MASK_SECONDS = 1.0  # of processor time for one mask
+WALL_SECONDS = 10.0  # of a thread that waits, or does not get the processor
+SLOW_SECONDS = 0.02  # of processor time: a sequence with such a mask waits with others of its kind
 LOOK_SECONDS = 0.05
 REST_SECONDS = 0.005  # where nothing else can be computed
 # Of a step, the part of the last step's time for which it waits for masks, and the least
@@ -42,8 +44,26 @@ class _Followed:
     def __init__(self, matcher: Matcher, vocab: int):
         self.matcher = matcher
         self.accepted = 0
+        self.is_slow = False
         # The last mask. Its draw copies it before the next one is filled.
         self.words: Words = np.zeros(word_count(vocab), dtype=np.int64)
+
+
+class _Run:
+    """One mask that the calling thread fills. Its processor time decides: on a busy machine one of 0.4 ms took 1 s."""
+
+    def __init__(self, future: Future[Words]):
+        self.future = future
+        # macOS has no clock of another thread: there the time of all threads counts
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        self._clock = clock(threading.get_ident()) if clock else time.CLOCK_PROCESS_CPUTIME_ID
+        self._computed, self._began = time.clock_gettime(self._clock), time.monotonic()
+
+    @property
+    def is_too_long(self) -> bool:
+        """Ask while the thread fills it: its clock ends with it."""
+        computed = time.clock_gettime(self._clock) - self._computed
+        return computed >= MASK_SECONDS or time.monotonic() - self._began >= WALL_SECONDS
 
 
 class _Filler:
@@ -53,7 +73,7 @@ class _Filler:
         self._waiting = RoundRobin[tuple[Sequence, Future[Words]]]()
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._runs: tuple[Future[Words], float] | None = None  # and since when (monotonic seconds)
+        self._runs: _Run | None = None
 
     def begin(self, masks: GrammarMasks, sequence: Sequence) -> Future[Words]:
         future = Future[Words]()
@@ -69,7 +89,7 @@ class _Filler:
             if not self._waiting:  # the thread that has been given up has ended after all, and filled it
                 return
             sequence, future = self._waiting.pop()
-            self._runs = future, time.monotonic()
+            self._runs = _Run(future)
         result: Words | None = None
         error = EngineRequestError("the request has ended")
         if sequence.state is not SequenceState.FINISHED:
@@ -78,7 +98,7 @@ class _Filler:
             except EngineRequestError as failed:
                 error = _without_frames(failed)
         with self._lock:
-            if self._runs is not None and self._runs[0] is future:
+            if self._runs is not None and self._runs.future is future:
                 self._runs = None
             if future.done():  # given up
                 return
@@ -90,14 +110,14 @@ class _Filler:
     def give_up(self, masks: GrammarMasks) -> None:
         """End a mask that takes too long, with an error; its thread is abandoned."""
         with self._lock:
-            if self._runs is None or time.monotonic() - self._runs[1] < MASK_SECONDS:
+            if self._runs is None or not self._runs.is_too_long:
                 return
-            future, self._runs = self._runs[0], None
+            future, self._runs = self._runs.future, None
             future.set_exception(
                 GrammarDeadEndError(
                     "grammar: the tokens that it allows next take too long to find",
                     field="grammar",
-                    limit=f"{MASK_SECONDS:g} s",
+                    limit=f"{MASK_SECONDS:g} s of processor time",
                 )
             )
             if self._thread is not None:
@@ -128,7 +148,7 @@ class GrammarMasks:
         self._followed = WeakKeyDictionary[Sequence, _Followed]()
         self._filling = WeakKeyDictionary[Sequence, Future[Words]]()
         self._waiting = WeakKeyDictionary[Sequence, None]()  # their flag `awaits_mask` is set
-        self._filler = _Filler()
+        self._quick, self._slow = self._fillers = _Filler(), _Filler()
         self._allowed = STEP_SECONDS
         self.waited_seconds = 0.0  # of this step
 
@@ -140,7 +160,9 @@ class GrammarMasks:
         """Begin to fill the masks of sequences with a grammar, for the draws of this step."""
         for sequence in sequences:
             if sequence not in self._filling:
-                self._filling[sequence] = self._filler.begin(self, sequence)
+                followed = self._followed.get(sequence)
+                filler = self._slow if followed is not None and followed.is_slow else self._quick
+                self._filling[sequence] = filler.begin(self, sequence)
 
     def begin_step(self, last_seconds: float) -> None:
         """`last_seconds`: what the last step took, but for waits for masks."""
@@ -170,7 +192,7 @@ class GrammarMasks:
                 self._wait(sequence)
         if not self._waiting:
             return
-        self._filler.give_up(self)
+        self._give_up()
         for sequence in list(self._waiting):
             future = self._filling.get(sequence)
             if sequence.state is SequenceState.FINISHED:
@@ -192,7 +214,7 @@ class GrammarMasks:
         self.prepare([sequence])
         future = self._filling.pop(sequence)
         while not (future.done() or wait([future], LOOK_SECONDS).done):
-            self._filler.give_up(self)
+            self._give_up()
         return future.result()
 
     def filled(self, sequence: Sequence) -> Words:
@@ -202,10 +224,11 @@ class GrammarMasks:
             if followed is None:
                 followed = _Followed(self._compiled(sequence).matcher(), self._vocab)
                 self._followed[sequence] = followed
-            output = sequence.tokens[sequence.num_prompt :]
+            began, output = time.thread_time(), sequence.tokens[sequence.num_prompt :]
             followed.matcher.accept(output[followed.accepted :])
             followed.accepted = len(output)
             followed.matcher.fill(followed.words)
+            followed.is_slow = time.thread_time() - began > SLOW_SECONDS
             return followed.words
         except InvalidRequestError as error:
             raise EngineRequestError(error.message, field="grammar") from error
@@ -213,6 +236,10 @@ class GrammarMasks:
             raise engine_request_error(error) from error
         except BaseException as error:  # the library's panics; one must not end the engine
             raise EngineRequestError(f"grammar: {type(error).__name__}", field="grammar") from error
+
+    def _give_up(self) -> None:
+        for filler in self._fillers:
+            filler.give_up(self)
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.awaits_mask = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import InvalidRequestError, ModelError
 from cluster.grammar.dates import with_real_dates
@@ -26,14 +26,16 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
+MAX_LEXER_STATES = 50_000
 _NO_TOKEN = 2**32 - 1
-_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
+_COST = re.compile(r'"(\w+)": (\d+)')
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 def parser_limits(*, measurable: bool = False) -> LLParserLimits:
-    """Return the bounds of compiling and of each step, in the library's units: at most about 0.1 s and 10 ms, and 50 MB of
-    states. `measurable`: errors tell what `lexer_cost` reads."""
+    """Return the bounds of compiling and of each step, in the library's units: at most about 0.1 s and 10 ms, and 20 MB of
+    states, which hold an answer with 45,000 characters in strings of a greatest length. `measurable`: errors tell what
+    `costs_of` reads."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -41,7 +43,7 @@ def parser_limits(*, measurable: bool = False) -> LLParserLimits:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
-        max_lexer_states=25_000,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=100_000,
         verbose_errors=measurable,
     )
@@ -77,7 +79,7 @@ def _with_special(tokenizer_json: str, eos: tuple[int, ...]) -> str:
 
 
 def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer, *, measurable: bool = False) -> LLMatcher:
-    """Make a matcher at the beginning of an answer; `lexer_cost` takes `measurable` ones. Raises InvalidRequestError with
+    """Make a matcher at the beginning of an answer; `costs_of` takes `measurable` ones. Raises InvalidRequestError with
     the library's reason."""
     from llguidance import LLMatcher
 
@@ -120,13 +122,30 @@ def reason_of(matcher: LLMatcher) -> str:
     return reason
 
 
-def lexer_cost(matcher: LLMatcher) -> int:
-    """Return what the states of a grammar's lexer have cost in the library's units, at this matcher's last mask. Copies of
-    one matcher share the states, and add to them. The library tells it in errors alone, so a copy is brought to fail."""
+def is_full(matcher: LLMatcher) -> bool:
+    """Whether a matcher has failed because the lexer, which its copies share, has as many states as it may have."""
+    return "too many states" in reason_of(matcher)
+
+
+def is_mismatch(matcher: LLMatcher) -> bool:
+    """Whether a matcher has failed because its grammar does not allow a token; else it has met a limit of the library."""
+    return any(one in reason_of(matcher) for one in ("doesn't satisfy the grammar", "parser stopped"))
+
+
+class Costs(NamedTuple):
+    """In the library's units, at a matcher's last mask."""
+
+    lexer_cost: int  # of the states of the lexer, which copies of one matcher share, and add to
+    all_items: int  # of the parser for this answer
+    rows: int  # in which they are, about one for each byte
+
+
+def costs_of(matcher: LLMatcher) -> Costs:
+    """Of a `measurable` matcher. The library tells them in errors alone, so a copy is brought to fail."""
     failing = matcher.deep_copy()
     failing.consume_tokens([_NO_TOKEN])
-    found = _LEXER_COST.search(str(failing.get_error()))
-    return int(found[1]) if found is not None else 0
+    found = dict(_COST.findall(str(failing.get_error())))
+    return Costs(*(int(found.get(name, 0)) for name in Costs._fields))
 
 
 def _overrides() -> Any:  # Any: mypy may run where the library is not installed

@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError
+from cluster.grammar import library
 from cluster.grammar.spec import GrammarSpec
 from engine import grammar_masks
 from engine.engine import Engine
 from engine.request import FinishReason
+from engine.sampling.grammar import llguidance_backend
+from engine.sampling.grammar.base import all_allowed
 from tests.engine.fake_model import FakeRunner
 from tests.engine.grammars import (
     EOS,
@@ -26,6 +32,7 @@ from tests.engine.grammars import (
     json_schema,
     serve,
 )
+from tests.harness.model_text import VOCAB
 from tests.harness.schemas import schema_of
 
 DIGITS = GrammarSpec("regex", "[0-9]+")
@@ -299,6 +306,104 @@ def test_no_step_compiles_what_a_request_holds(model, monkeypatch):
     assert len(answers.text("a")) == 4
 
 
+def test_a_mask_that_does_not_get_the_processor_fails_no_request(model, monkeypatch):
+    """Of 0.4 ms, it took a second on a busy machine."""
+    monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 0.2)
+    engine = grammar_engine(model)
+    compiled = engine.grammars.get(FOUR_DIGITS, "")
+
+    class Delayed:
+        def matcher(self):
+            matcher = compiled.matcher()
+            return SimpleNamespace(
+                accept=matcher.accept, fill=lambda words: time.sleep(0.3) or matcher.fill(words)
+            )
+
+    answers = serve(engine, replace(grammar_request("a", FOUR_DIGITS), compiled=Delayed()))
+    assert answers.error("a") is None and len(answers.text("a")) == 4
+
+
+def encoded(model, text):
+    return Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+
+
+LONG_STRING = json_schema(
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 60_000}},
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+)
+
+
+def test_an_answer_that_fills_the_states_of_a_grammar_ends_neither_itself_nor_others(model, monkeypatch):
+    """All later requests of the tenant with this grammar failed at their first token."""
+    monkeypatch.setattr(library, "MAX_LEXER_STATES", 4000)
+    engine, words = grammar_engine(model), all_allowed(VOCAB)
+    grammar = engine.grammars.get(LONG_STRING, "")
+    compiled, real = list[int](), grammar._compile
+    monkeypatch.setattr(grammar, "_compile", lambda: (compiled.append(1), real())[1])
+    matchers = [grammar.matcher() for _ in range(2)]
+    for matcher in matchers:  # in turns, as rows of a batch
+        matcher.accept(encoded(model, '{"text":"'))
+    for _ in range(1000):
+        for matcher in matchers:
+            matcher.fill(words)
+            matcher.accept(encoded(model, "ab"))
+    begins = len(compiled)
+    assert begins, "the states were full"
+    for matcher in matchers:  # what it allows is right
+        matcher.accept(encoded(model, '"}'))
+        matcher.fill(words)
+        assert [bit for bit in range(VOCAB) if words[bit // 64] >> (bit % 64) & 1] == [EOS]
+    with pytest.raises(EngineRequestError, match="does not match"):
+        matchers[0].accept(encoded(model, "x"))
+    assert len(compiled) == begins, "compiled again only where the states are full"
+    answers = serve(engine, grammar_request("next", LONG_STRING, max_tokens=20))
+    assert answers.error("next") is None and len(answers.tokens["next", 0]) == 20
+
+
+def test_an_answer_too_long_for_the_states_of_its_grammar_ends_with_their_number(model, monkeypatch):
+    monkeypatch.setattr(library, "MAX_LEXER_STATES", 1000)
+    engine, words = grammar_engine(model), all_allowed(VOCAB)
+    matcher = engine.grammars.get(LONG_STRING, "").matcher()
+    matcher.accept(encoded(model, '{"text":"'))
+
+    def go_on():
+        for _ in range(3000):
+            matcher.fill(words)
+            matcher.accept(encoded(model, "ab"))
+
+    with pytest.raises(GrammarDeadEndError, match="too many states"):
+        go_on()
+
+
+def test_an_answer_whose_parser_takes_much_memory_is_ended(model, monkeypatch):
+    """It was bounded by nothing: one request of 16 answers took gigabytes."""
+    monkeypatch.setattr(llguidance_backend, "MAX_ANSWER_BYTES", 1 << 20)
+    rules = "\n".join(f"r{i}: r{i} C | C" for i in range(60))
+    ambiguous = f'start: {" | ".join(f"r{i}" for i in range(60))}\n{rules}\nC: "a"'
+    grammars, tokens = grammar_engine(model).grammars, [encoded(model, "a")[-1]] * 3000
+    grammars.get(GrammarSpec("regex", "a*"), "").matcher().accept(tokens)
+    with pytest.raises(GrammarDeadEndError, match="1 MiB"):
+        grammars.get(GrammarSpec("lark", ambiguous), "").matcher().accept(tokens)
+
+
+def test_a_limit_of_the_library_within_an_answer_is_no_engines_fault(model):
+    """It was an error of the engine, so a second one computed the answer again."""
+    many = {f"p{i}": {"type": "string"} for i in range(600)}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "object", "properties": many}},
+    }
+    matcher = (
+        grammar_engine(model).grammars.get(json_schema({**schema, "required": ["a", "b"]}), "").matcher()
+    )
+    with pytest.raises(GrammarDeadEndError, match="items"):
+        matcher.accept(encoded(model, '{"a":null,"b":{'))
+
+
 def test_an_engine_keeps_the_store_that_it_is_given(model):
     given = grammar_engine(model).grammars
     runner = RandomRunner(8, model=model)
@@ -309,10 +414,13 @@ class Panic(BaseException):
     """As the library's: no Exception."""
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch, hangs):
-    monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 0.1)
+@pytest.mark.parametrize("fault", ["waits", "computes", "panics"])
+def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch, fault):
+    limit = {"waits": "WALL_SECONDS", "computes": "MASK_SECONDS", "panics": "MASK_SECONDS"}[fault]
     engine, ended = grammar_engine(model), threading.Event()
+    kept = engine.grammars.get(FOUR_DIGITS, "")
+    assert len(serve(engine, grammar_request("before", FOUR_DIGITS)).text("before")) == 4
+    monkeypatch.setattr(grammar_masks, limit, 0.3)
     real = engine.grammars.get
 
     class Broken:
@@ -320,8 +428,10 @@ def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch,
             pass
 
         def fill(self, words):
-            if hangs:
+            if fault == "waits":
                 ended.wait(20)
+            while fault == "computes" and not ended.is_set():
+                pass
             raise Panic
 
         def matcher(self):
@@ -333,6 +443,9 @@ def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch,
     others = [grammar_request(name, FOUR_DIGITS) for name in ("a", "b")]
     answers = serve(engine, others[0], grammar_request("broken", DIGITS), others[1])
     ended.set()
-    assert isinstance(answers.error("broken"), GrammarDeadEndError if hangs else EngineRequestError)
+    assert isinstance(
+        answers.error("broken"), EngineRequestError if fault == "panics" else GrammarDeadEndError
+    )
     assert [len(answers.text(name)) for name in "ab"] == [4, 4]
     assert len(serve(engine, grammar_request("next", FOUR_DIGITS)).text("next")) == 4
+    assert kept is real(FOUR_DIGITS, "")

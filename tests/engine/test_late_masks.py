@@ -71,7 +71,7 @@ def watched_request(engine, name, grammar, before, tenant="", **more):
 
 def test_steps_do_not_wait_for_masks_of_others(model, monkeypatch):
     """Each of 128 sequences held the step for as long as its mask took: 9 s."""
-    monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 60.0)
+    monkeypatch.setattr(grammar_masks, "WALL_SECONDS", 60.0)
     engine, gate, filled = grammar_engine(model), threading.Event(), list[bool]()
     slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: filled.append(gate.wait(30)), n=4)
     engine.add(slow)
@@ -113,7 +113,7 @@ def test_tenants_take_turns_in_having_masks_filled(model):
 
     def filled(name):
         order.append(name)
-        gate.wait(grammar_masks.MASK_SECONDS / 2)
+        gate.wait(grammar_masks.WALL_SECONDS / 2)
 
     for number in range(4):
         engine.add(
@@ -133,7 +133,7 @@ def test_masks_of_requests_that_have_left_are_not_filled(model):
 
     def filled(name):
         order.append(name)
-        gate.wait(grammar_masks.MASK_SECONDS / 2)
+        gate.wait(grammar_masks.WALL_SECONDS / 2)
 
     for name in ("first", "gone", "last"):
         engine.add(watched_request(engine, name, FOUR_DIGITS, partial(filled, name)))
@@ -236,3 +236,23 @@ def test_a_step_waits_once_for_all_its_masks(model, monkeypatch):
     masks.begin_step(0.0)
     assert masks.late([sequence]) == masks.late([sequence]) == {sequence}
     assert waits == pytest.approx([0.05, 0.01])
+
+
+def test_slow_masks_of_one_tenant_delay_none_of_others(model, monkeypatch):
+    """They took turns by masks: beside one of half a second, each token of another tenant's waited that long."""
+    engine, gate = grammar_engine(model), threading.Event()
+    monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 0.0)
+    slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: gate.wait(30) if begun.is_set() else None)
+    begun = threading.Event()
+    engine.add(replace(slow, tenant="a"))
+    while not engine.step().tokens:
+        pass
+    begun.set()  # from its second mask on
+    monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 60.0)
+    engine.add(replace(grammar_request("quick", FOUR_DIGITS), tenant="b"))
+    quick = 0
+    while quick < 4:
+        quick += len([one for one in engine.step().tokens if one.request_id == "quick"])
+    assert not gate.is_set()
+    gate.set()
+    assert len(serve(engine).text("slow")) <= 4
