@@ -105,8 +105,9 @@ def read_adapter(directory: Path, share: Share, stopped: threading.Event | None 
     digest.add_whole(raw_config)
     file = directory / WEIGHTS
     try:
+        size = _size(file, wanted, share.max_rank)  # before it is opened: a named pipe would wait for its writer
         with file.open("rb") as opened:
-            kept = _kept(opened, _size(file, wanted, share.max_rank), share, parsed, digest, stopped)
+            kept = _kept(opened, size, share, parsed, digest, stopped)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: {error}", field=file.name) from error
     highest = max(len(sides["A"]) for sides in kept.values())

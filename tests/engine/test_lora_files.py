@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -130,6 +131,16 @@ def test_files_are_bounded_and_never_pickled(model, tmp_path):
         read(adapter, model)
     (adapter / "adapter_config.json").write_text("[" * 100_000)
     with pytest.raises(ModelError, match="adapter_config"):
+        read(adapter, model)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_named_pipe_is_refused_unopened(name, model, tmp_path):
+    """Its opening waited for a writer, for good: the call of the load ended after 60 s, and a thread was gone."""
+    adapter = make_adapter(tmp_path, model)
+    (adapter / name).unlink()
+    os.mkfifo(adapter / name)
+    with pytest.raises(ModelError, match="no regular file|not a regular file"):
         read(adapter, model)
 
 
