@@ -110,7 +110,7 @@ class Router:
         return snapshots.encode(self._registry.collect())
 
     async def start(self) -> None:
-        await self._services.members.start()
+        await asyncio.gather(self._services.members.start(), self._services.wanted_adapters.start())
         await self._services.placement.start()
         self.gateway.live.start()
         await self._grpc.start()

@@ -12,8 +12,13 @@ def rights(namespace: str) -> Rights:
     """With those of `baton drain --self`, which runs beside it."""
     return Rights(
         "worker",
-        keys=(*keys.registry(namespace), keys.sets(namespace), prefix(namespace, "*") + "*"),
-        read_keys=(keys.load(namespace), keys.adapters(namespace)),
+        keys=(
+            *keys.registry(namespace),
+            keys.adapters(namespace),
+            keys.sets(namespace),
+            prefix(namespace, "*") + "*",
+        ),
+        read_keys=(keys.load(namespace),),
         commands=(
             "append del eval evalsha exists get hdel hexists hget hgetall hmget hset incr info pexpireat "
             "script|load set time zadd zcard zrange zrem zscore"

@@ -12,10 +12,10 @@ from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import DrainingError, InternalError
 from cluster.faults.orders import open_faults
 from cluster.faults.points import Faults
+from cluster.membership.known_adapters import WantedReader
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then
-from cluster.membership.wanted_adapters import WantedReader
 from cluster.periodic import Periodic
 from cluster.ray_head import RayHeadWatch
 from cluster.security.tls import Peers, worker_peers

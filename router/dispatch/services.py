@@ -12,8 +12,8 @@ from cluster.background_tasks import BackgroundTasks
 from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.points import NO_FAULTS, FaultPoint, Faults, Point
+from cluster.membership.known_adapters import WantedAdapters
 from cluster.membership.reader import Members
-from cluster.membership.wanted_adapters import WantedWriter
 from cluster.protocol.block_hash import make_salt, pack_tokens
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
@@ -82,7 +82,7 @@ class Services:
         self.channels = channels
         self.links = links
         self.quota = quota
-        self.wanted_adapters = WantedWriter(config.redis_url, config.namespace)
+        self.wanted_adapters = WantedAdapters(config.redis_url, config.namespace)
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str, str], bytes] = {}
         self.pairs = UnreachablePairs()

@@ -16,7 +16,7 @@ from baton.autoscaler.rights import rights as of_autoscaler
 from baton.cli.serve import report_redis
 from baton.doctor.redis_check import RIGHTS, check_redis, check_rights, check_server
 from cluster.index.scripts import claim, report
-from cluster.membership import scripts
+from cluster.membership import known_adapters, scripts
 from cluster.membership.reader import look_at_workers, read_workers
 from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
@@ -36,10 +36,13 @@ REGISTRY = (scripts.REGISTER, scripts.RENEW, scripts.LEAVE, scripts.DRAIN, scrip
 EXCHANGE = resources.files("router.observe.live").joinpath("exchange.lua").read_text()
 QUOTAS = (script_source("charge.lua"), script_source("settle.lua"))
 USED = [
-    (of_worker, (*REGISTRY, report())),
+    (of_worker, (*REGISTRY, report(), known_adapters.RESTORE)),
     (
         of_router,
-        (scripts.READ, scripts.LOOK, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS),
+        (
+            *(scripts.READ, scripts.LOOK, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS),
+            *(known_adapters.ADD, known_adapters.REMOVE, known_adapters.RESTORE),
+        ),
     ),
     (of_autoscaler, (leader._HOLD, leader._GIVE_UP)),
     (of_workers_index, (report(), claim())),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import AdapterMissingError, InvalidRequestError
+from cluster.membership import keys
 from cluster.membership.adapter_refusals import decode
+from cluster.membership.known_adapters import WantedAdapters, WantedReader
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
 from tests.worker.adapter_world import World, made
 from worker.adapters import RETRY_SECONDS
@@ -306,3 +308,22 @@ def test_entries_that_are_not_understood_are_left_out():
         b"z": b'["../a", "t"]',
     }
     assert parse({**entries, b"w": b'["a", 1]', b"v": b"[" * 100_000}) == {"x": good}
+
+
+async def test_adapters_stay_in_an_emptied_redis(world, redis_url, namespace, monkeypatch):
+    """None is unloaded meanwhile; a call unloads it afterwards as before."""
+    entries, reader = WantedAdapters(redis_url, namespace), WantedReader(redis_url, namespace)
+    monkeypatch.setattr(world.changes, "_wanted", reader.read)
+    await entries.add("x", "a")
+    await world.changes.follow()
+    assert world.published == [(("fixed", "fixed"), ("x", "a"))]
+    await entries._client.delete(keys.adapters(namespace))
+    for _ in range(2):
+        await world.changes.follow()
+    assert len(world.published) == 1
+    assert await entries._client.hexists(keys.adapters(namespace), "x")
+    await entries.remove("x", await entries.find("x"))
+    await world.changes.follow()
+    assert world.published[1:] == [(("fixed", "fixed"),)]
+    reader.close()
+    await entries.close()

@@ -31,6 +31,7 @@ TABLE = {
     "generation": ("rw", "rw", ""),
     "set:0123456789ab:p": ("rw", "rw", ""),
     "load": ("rw", "r", ""),
+    "adapters": ("rw", "rw", ""),
     "calls": ("rw", "", ""),
     "routers": ("rw", "", ""),
     "runs": ("rw", "", ""),
