@@ -24,6 +24,10 @@ class FurtherModel(Frozen):
     max_concurrent_requests: Count = Field(
         0, ge=0, description="of this model at this router; 0 = max_concurrent_requests_per_model"
     )
+    tool_parser: str = Field("auto", description="format of its tool calls, as the first model's tool_parser")
+    reasoning_parser: str = Field(
+        "auto", description="format of its reasoning, as the first's reasoning_parser"
+    )
 
 
 class ModelFields(Frozen):
@@ -38,7 +42,8 @@ class ModelFields(Frozen):
         (),
         max_length=64,
         description="models served beside the first, each with name, model (its directory) and, where wanted, aliases, "
-        "max_model_len and max_concurrent_requests; their workers register with that name (served_model_name)",
+        "max_model_len, max_concurrent_requests, tool_parser and reasoning_parser; their workers register with that name "
+        "(served_model_name)",
     )
     max_model_len: Count = Field(
         0, ge=0, description="longest context in tokens; default, and 0 in files: the model's own"
@@ -159,13 +164,13 @@ class ApiFields(Frozen):
     )
     tool_parser: str = Field(
         "auto",
-        description="format of the model's tool calls: auto = from its chat template; none = requests may have no tools; "
-        "or the name of a parser (docs/api.md)",
+        description="format of the first model's tool calls (entries of models have their own): auto = from its chat "
+        "template; none = requests may have no tools; or the name of a parser (docs/api.md)",
     )
     reasoning_parser: str = Field(
         "auto",
-        description="format of the model's reasoning: auto = from its chat template; none = it stays part of the content; "
-        "or the name of a parser (docs/api.md)",
+        description="format of the first model's reasoning (entries of models have their own): auto = from its chat "
+        "template; none = it stays part of the content; or the name of a parser (docs/api.md)",
     )
     cors_origins: tuple[str, ...] = Field(
         (),
@@ -329,6 +334,8 @@ class RouterConfig(
                 "served_model_name": one.name,
                 "model_aliases": one.aliases,
                 "max_model_len": one.max_model_len,
+                "tool_parser": one.tool_parser,
+                "reasoning_parser": one.reasoning_parser,
             }
             found[one.name] = self.model_copy(update=own)
         return found
