@@ -51,7 +51,8 @@ class ModelFields(Frozen):
     tokenized_cache_bytes: Bytes = Field(
         64 << 20,
         ge=0,
-        description="memory for tokens of pieces of earlier prompts, each within its tenant and cache_salt; 0 = none",
+        description="memory for tokens of pieces of earlier prompts, each within its tenant and cache_salt; models "
+        "have equal shares; 0 = none",
     )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
 
@@ -339,6 +340,10 @@ class RouterConfig(
             }
             found[one.name] = self.model_copy(update=own)
         return found
+
+    @property
+    def tokenized_cache_bytes_of_model(self) -> int:
+        return self.tokenized_cache_bytes // len(self.model_names)
 
     def most_of_model(self, name: str) -> int:
         """Requests of one model that may be in flight; 0 = no limit of its own."""
