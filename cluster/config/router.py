@@ -129,8 +129,8 @@ class OverloadFields(Frozen):
     max_concurrent_requests_per_model: Count = Field(
         0,
         ge=0,
-        description="of one model at this router; 0 = with several models half of max_concurrent_requests, no limit with "
-        "one",
+        description="of one model at this router; 0 = no limit with one model; with several half of "
+        "max_concurrent_requests, and of N > 2 models each has 1 / (N - 1) of the other half whatever the others have",
     )
     max_concurrent_requests_per_connection: Count = Field(
         512, ge=0, description="of one connection; 0 = no limit"
@@ -347,10 +347,13 @@ class RouterConfig(
 
     def most_of_model(self, name: str) -> int:
         """Requests of one model that may be in flight; 0 = no limit of its own."""
-        if not self.models:
-            return self.max_concurrent_requests_per_model
+        half = max(1, self.max_concurrent_requests // 2) if self.models else 0
+        return self.given_most_of_model(name) or half
+
+    def given_most_of_model(self, name: str) -> int:
+        """As the settings give it; 0 = they don't."""
         own = next((one.max_concurrent_requests for one in self.models if one.name == name), 0)
-        return own or self.max_concurrent_requests_per_model or max(1, self.max_concurrent_requests // 2)
+        return own or self.max_concurrent_requests_per_model
 
     @model_validator(mode="after")
     def _names_differ(self) -> RouterConfig:
