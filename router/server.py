@@ -226,9 +226,10 @@ def _services(config: RouterConfig, registry: Registry, inside: Identity | None)
     members = Members(config.redis_url, config.namespace)
     peers = Peers(inside if config.tls_ca else None)
     faults = open_faults(config.fault_orders, config.router_id)
+    cache_bytes = config.tokenized_cache_bytes_of_model
     return Services(
         config,
-        ModelText(config.model, config.tokenized_cache_bytes),
+        ModelText(config.model, cache_bytes),
         members,
         Placement(config, members),
         Channels(peers),
@@ -236,7 +237,7 @@ def _services(config: RouterConfig, registry: Registry, inside: Identity | None)
         Quota(config.redis_url, config.namespace, registry),
         open_tracing(config, "baton-router", config.router_id),
         faults,
-        {one.name: ModelText(one.model, config.tokenized_cache_bytes) for one in config.models},
+        {one.name: ModelText(one.model, cache_bytes) for one in config.models},
     )
 
 

@@ -19,6 +19,8 @@ from cluster.errors import ConfigError
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINE_BYTES = 64 << 20
+# An output line's, written and read: what a router with default settings holds of one answer, and more than any takes
+MAX_ANSWER_BYTES = 256 << 20
 MAX_ID_CHARS = 512
 SHOWN_FAULTS = 10
 # Every answer's line begins so: a file that ends in anything else is not cut.
@@ -47,7 +49,7 @@ class _Fault(ValueError):
 
 def requests(file: Path) -> Iterator[Request]:
     """Read the requests of an input file. Raises ConfigError that names the line."""
-    for number, line in _lines(file, "input"):
+    for number, line in _lines(file, "input", MAX_LINE_BYTES):
         try:
             yield _request(line)
         except _Fault as fault:
@@ -62,7 +64,7 @@ def check(file: Path, done: set[bytes]) -> tuple[int, int]:
     seen: set[bytes] = set()
     left = count = 0
     faults: list[str] = []
-    for number, line in _lines(file, "input"):
+    for number, line in _lines(file, "input", MAX_LINE_BYTES):
         try:
             request = _request(line)
             mark = digest(request.custom_id)
@@ -108,7 +110,7 @@ def cut_half_line(output: BinaryIO, name: Path) -> None:
 
 def answers(file: Path) -> Iterator[tuple[Answer, bytes]]:
     """Read an output file. Raises ConfigError at a line that is no answer."""
-    for number, line in _lines(file, "output"):
+    for number, line in _lines(file, "output", MAX_ANSWER_BYTES):
         try:
             fields = orjson.loads(line)
             response = fields["response"]
@@ -134,18 +136,18 @@ def drop_failed(file: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; empty ones are left out."""
+def _lines(file: Path, field: str, most: int) -> Iterator[tuple[int, bytes]]:
+    """Lines of at most `most` bytes, with their numbers; empty ones are left out."""
     try:
         source = file.open("rb")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", field=field) from error
     with source:
         number = 0
-        while line := source.readline(MAX_LINE_BYTES + 1):
+        while line := source.readline(most + 1):
             number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise ConfigError(f"{file}, line {number} is longer than {MAX_LINE_BYTES} bytes", field=field)
+            if len(line) > most:
+                raise ConfigError(f"{file}, line {number} is longer than {most} bytes", field=field)
             if line.strip():
                 yield number, line
 

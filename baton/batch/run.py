@@ -49,22 +49,24 @@ def run_batch(
 
     Raises ConfigError before anything is sent if a line of either file is wrong, and UnauthenticatedError.
     """
-    with _opened(source, target, retry_failed) as output:
+    with _opened(source, target) as opened:
         tally = Tally()
         done = set()
         for answer, _ in lines.answers(target):
-            done.add(lines.digest(answer.custom_id))
-            tally.earlier_failed += not answer.ok
+            if answer.ok or not retry_failed:
+                done.add(lines.digest(answer.custom_id))
+                tally.earlier_failed += not answer.ok
         tally.requests, tally.left = lines.check(source, done)
         tally.earlier = tally.requests - tally.left
         show(tally)
         left = (one for one in lines.requests(source) if lines.digest(one.custom_id) not in done)
-        asyncio.run(_send(left, output, sending, tally, show))
+        with _without_failed(opened, target) if retry_failed else contextlib.nullcontext(opened) as output:
+            asyncio.run(_send(left, output, sending, tally, show))
     return tally
 
 
 @contextlib.contextmanager
-def _opened(source: Path, target: Path, retry_failed: bool) -> Iterator[BinaryIO]:
+def _opened(source: Path, target: Path) -> Iterator[BinaryIO]:
     """The output file, open for appending, for this run alone, without a half-written line."""
     if source.exists() and not (source.is_file() or source.is_dir()):
         # A pipe would be empty the second time, and nothing of it would be sent.
@@ -80,14 +82,17 @@ def _opened(source: Path, target: Path, retry_failed: bool) -> Iterator[BinaryIO
         if source.exists() and source.samefile(target):
             raise ConfigError("input and output are the same file", field="output")
         lines.cut_half_line(lock, target)
-        if not retry_failed:
-            yield lock
-            return
-        lines.drop_failed(target)
-        # The rewritten file is another one
-        with target.open("a+b", buffering=0) as output:
-            _lock(output, target)
-            yield output
+        yield lock
+
+
+@contextlib.contextmanager
+def _without_failed(opened: BinaryIO, target: Path) -> Iterator[BinaryIO]:
+    """The output file without its failed requests. It is rewritten, so it is another one than `opened`, whose lock keeps
+    other runs away until then."""
+    lines.drop_failed(target)
+    with target.open("a+b", buffering=0) as output:
+        _lock(output, target)
+        yield output
 
 
 def _lock(output: BinaryIO, target: Path) -> None:
@@ -104,8 +109,8 @@ async def _send(
 
     async def one_after_another() -> None:
         for request in left:
-            outcome = await sender.send(request)
-            _write(output, _line(request.custom_id, outcome))
+            outcome, line = _fitting(request.custom_id, await sender.send(request))
+            _write(output, line)
             tally.add(outcome)
             show(tally)
 
@@ -123,6 +128,16 @@ def _write(output: BinaryIO, line: bytes) -> None:
     rest = memoryview(line)
     while rest:
         rest = rest[output.write(rest) :]
+
+
+def _fitting(custom_id: str, outcome: Outcome) -> tuple[Outcome, bytes]:
+    """The outcome and its line; a line that the next run would not read is a failure's."""
+    line = _line(custom_id, outcome)
+    if len(line) <= lines.MAX_ANSWER_BYTES:
+        return outcome, line
+    reason = f"the answer's line has {len(line)} bytes; at most {lines.MAX_ANSWER_BYTES} are kept"
+    failed = Outcome(error=("answer_too_long", reason))
+    return failed, _line(custom_id, failed)
 
 
 def _line(custom_id: str, outcome: Outcome) -> bytes:

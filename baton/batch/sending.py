@@ -95,7 +95,8 @@ class Sender:
 
         Raises UnauthenticatedError: every other request would fail alike.
         """
-        content = orjson.dumps({"priority": "batch", **request.body})
+        body = request.body
+        content = orjson.dumps({**body, "priority": "batch"} if body.get("priority") is None else body)
         end = time.monotonic() + self._retry_seconds
         attempt = 0
         while True:

@@ -24,6 +24,10 @@ class FurtherModel(Frozen):
     max_concurrent_requests: Count = Field(
         0, ge=0, description="of this model at this router; 0 = max_concurrent_requests_per_model"
     )
+    tool_parser: str = Field("auto", description="format of its tool calls, as the first model's tool_parser")
+    reasoning_parser: str = Field(
+        "auto", description="format of its reasoning, as the first's reasoning_parser"
+    )
 
 
 class ModelFields(Frozen):
@@ -38,7 +42,8 @@ class ModelFields(Frozen):
         (),
         max_length=64,
         description="models served beside the first, each with name, model (its directory) and, where wanted, aliases, "
-        "max_model_len and max_concurrent_requests; their workers register with that name (served_model_name)",
+        "max_model_len, max_concurrent_requests, tool_parser and reasoning_parser; their workers register with that name "
+        "(served_model_name)",
     )
     max_model_len: Count = Field(
         0, ge=0, description="longest context in tokens; default, and 0 in files: the model's own"
@@ -46,7 +51,8 @@ class ModelFields(Frozen):
     tokenized_cache_bytes: Bytes = Field(
         64 << 20,
         ge=0,
-        description="memory for tokens of pieces of earlier prompts, each within its tenant and cache_salt; 0 = none",
+        description="memory for tokens of pieces of earlier prompts, each within its tenant and cache_salt; models "
+        "have equal shares; 0 = none",
     )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
 
@@ -123,8 +129,8 @@ class OverloadFields(Frozen):
     max_concurrent_requests_per_model: Count = Field(
         0,
         ge=0,
-        description="of one model at this router; 0 = with several models half of max_concurrent_requests, no limit with "
-        "one",
+        description="of one model at this router; 0 = no limit with one model; with several half of "
+        "max_concurrent_requests, and of N > 2 models each has 1 / (N - 1) of the other half whatever the others have",
     )
     max_concurrent_requests_per_connection: Count = Field(
         512, ge=0, description="of one connection; 0 = no limit"
@@ -159,13 +165,13 @@ class ApiFields(Frozen):
     )
     tool_parser: str = Field(
         "auto",
-        description="format of the model's tool calls: auto = from its chat template; none = requests may have no tools; "
-        "or the name of a parser (docs/api.md)",
+        description="format of the first model's tool calls (entries of models have their own): auto = from its chat "
+        "template; none = requests may have no tools; or the name of a parser (docs/api.md)",
     )
     reasoning_parser: str = Field(
         "auto",
-        description="format of the model's reasoning: auto = from its chat template; none = it stays part of the content; "
-        "or the name of a parser (docs/api.md)",
+        description="format of the first model's reasoning (entries of models have their own): auto = from its chat "
+        "template; none = it stays part of the content; or the name of a parser (docs/api.md)",
     )
     cors_origins: tuple[str, ...] = Field(
         (),
@@ -329,16 +335,25 @@ class RouterConfig(
                 "served_model_name": one.name,
                 "model_aliases": one.aliases,
                 "max_model_len": one.max_model_len,
+                "tool_parser": one.tool_parser,
+                "reasoning_parser": one.reasoning_parser,
             }
             found[one.name] = self.model_copy(update=own)
         return found
 
+    @property
+    def tokenized_cache_bytes_of_model(self) -> int:
+        return self.tokenized_cache_bytes // len(self.model_names)
+
     def most_of_model(self, name: str) -> int:
         """Requests of one model that may be in flight; 0 = no limit of its own."""
-        if not self.models:
-            return self.max_concurrent_requests_per_model
+        half = max(1, self.max_concurrent_requests // 2) if self.models else 0
+        return self.given_most_of_model(name) or half
+
+    def given_most_of_model(self, name: str) -> int:
+        """As the settings give it; 0 = they don't."""
         own = next((one.max_concurrent_requests for one in self.models if one.name == name), 0)
-        return own or self.max_concurrent_requests_per_model or max(1, self.max_concurrent_requests // 2)
+        return own or self.max_concurrent_requests_per_model
 
     @model_validator(mode="after")
     def _names_differ(self) -> RouterConfig:

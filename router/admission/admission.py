@@ -3,12 +3,13 @@ of their bodies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
 from cluster.security.keys import ANYONE, Caller
+from router.admission.reserved import kept_part, shares_beyond
 from router.admission.shares import Share, Taken
 from router.admission.start_queue import StartQueue
 from router.admission.tally import ALL, LocalTally, Tallies, local_tallies
@@ -52,15 +53,19 @@ class ByteBudget:
         refused: Callable[[str], None],
         tallies: Tallies | None = None,
         model_limit: int = 0,
+        models: Sequence[str] = (),
     ):
         """The tenant limit applies to named tenants. `refused` is called with the tenant of each refused body.
-        `model_limit`: of each model; 0 = none."""
+        `model_limit`: of each of the `models`; 0 = none."""
         self._limit = limit
         self._tenant_limit = tenant_limit
         self._model_limit = model_limit
         self._refused = refused
         tallies = local_tallies() if tallies is None else tallies
         self._all, self._tenants = tallies.bytes, tallies.tenant_bytes
+        holders = [MODEL_HOLDER + model for model in models]
+        kept = dict.fromkeys(holders, kept_part(limit, model_limit, len(holders)))
+        self._beyond = shares_beyond(self._tenants, self._all, limit, kept, holders, _full_beyond)
 
     @classmethod
     def of(
@@ -75,6 +80,7 @@ class ByteBudget:
             refused,
             tallies,
             max(most // 2, least) if config.models else 0,
+            config.model_names if config.models else (),
         )
 
     @property
@@ -101,7 +107,9 @@ class ByteBudget:
         """Of a request for this model, beside the tenant's."""
         if not model or not self._model_limit:
             return []
-        return [Share(self._tenants, MODEL_HOLDER + model, self._model_limit, partial(_full, "this model"))]
+        holder = MODEL_HOLDER + model
+        own = Share(self._tenants, holder, self._model_limit, partial(_full, "this model"))
+        return [own, *_of(self._beyond, holder)]
 
     def refused(self, tenant: str) -> None:
         """Count a refusal."""
@@ -115,6 +123,30 @@ def _full(whose: str, limit: int) -> OverloadedError:
         limit=str(limit),
         retry_after_seconds=RETRY_SECONDS,
     )
+
+
+def _full_beyond(kept: int, free: int) -> OverloadedError:
+    return OverloadedError(
+        f"this model has the {kept} bytes of long bodies and unread answers in flight that are kept for it, and all "
+        f"models have the {free} that are kept for none",
+        field="body",
+        limit=str(kept),
+        retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def _in_flight_beyond(kept: int, free: int) -> OverloadedError:
+    return OverloadedError(
+        f"this model has the {kept} requests in flight that are kept for it, and all models have the {free} that are kept "
+        "for none",
+        field="model",
+        limit=str(kept),
+        retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def _of(shares: Mapping[str, Share], holder: str) -> list[Share]:
+    return [shares[holder]] if holder in shares else []
 
 
 class HeldBytes:
@@ -236,6 +268,7 @@ class Admission:
         self._refused = refused
         tallies = local_tallies() if tallies is None else tallies
         self._requests, self._tenants = tallies.requests, tallies.tenant_requests
+        self._beyond = self._places_beyond(config)
         self._connections = LocalTally()
         self.bodies = ByteBudget.of(config, refused, tallies)
         self.starts = StartQueue()
@@ -268,14 +301,24 @@ class Admission:
         return self._tenants.here(MODEL_HOLDER + name)
 
     def shares_of(self, model: str, caller: Caller) -> list[Share]:
-        """Of a request for a model: that no model takes every place, and those that its key may have for that model."""
+        """Of a request for a model: that no model takes every place, nor two of them, and those that its key may have for
+        that model."""
         holder = MODEL_HOLDER + model
         shares = [Share(self._tenants, holder, self._config.most_of_model(model), in_flight("model"))]
+        shares += _of(self._beyond, holder)
         own = caller.limits_of(model).max_concurrent_requests
         if own:
             refusal = in_flight("tenant", f" for model {model!r}")
             shares.append(Share(self._tenants, f"{holder}\0{caller.tenant}", own, refusal))
         return shares
+
+    def _places_beyond(self, config: RouterConfig) -> dict[str, Share]:
+        """A model for which the settings give a limit may have that, whatever it leaves to the others."""
+        limit, names = config.max_concurrent_requests, config.model_names
+        part = kept_part(limit, max(1, limit // 2), len(names))
+        kept = {MODEL_HOLDER + name: min(part, config.most_of_model(name) or part) for name in names}
+        held_to = [MODEL_HOLDER + name for name in names if not config.given_most_of_model(name)]
+        return shares_beyond(self._tenants, self._requests, limit, kept, held_to, _in_flight_beyond)
 
     def close(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""

@@ -14,6 +14,9 @@ class Tally(Protocol):
     def here(self, holder: str) -> int:
         """What it has taken in this process."""
 
+    def total(self, holder: str) -> int:
+        """What it has taken in all processes."""
+
     def __len__(self) -> int:
         """Holders that have taken something in this process; others use no memory."""
 
@@ -34,6 +37,8 @@ class LocalTally:
 
     def here(self, holder: str) -> int:
         return self._taken.get(holder, 0)
+
+    total = here
 
     def __len__(self) -> int:
         return len(self._taken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
@@ -13,7 +14,6 @@ from cluster.telemetry.histogram import Histogram
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
-from router.text.tokenized_pieces import PieceCache
 
 if TYPE_CHECKING:
     from router.dispatch.services import Services
@@ -41,9 +41,7 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
 
 def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
     members, placement, quota = services.members, services.placement, services.quota
-    calibration, limit = placement.calibration, services.config.max_concurrent_requests
-    index = placement.index
-    cache = services.text.piece_cache or PieceCache(0)
+    limit, index = services.config.max_concurrent_requests, placement.index
     return [
         declared.WORKERS.read(lambda: _workers(services)),
         declared.WORKERS_DRAINING.read(lambda: _draining(services)),
@@ -53,14 +51,16 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.REQUESTS_LIMIT.read(lambda: limit),
         declared.PROCESSES.read(lambda: 1),
         declared.PROCESS_RESTARTS.read(lambda: 0),  # of a router of several, its parent counts
-        declared.TOKENIZED_CACHE_HITS.read(lambda: cache.hit_characters),
-        declared.TOKENIZED_CACHE_MISSES.read(lambda: cache.missed_characters),
-        declared.TOKENIZED_CACHE_BYTES.read(lambda: cache.bytes),
+        declared.TOKENIZED_CACHE_HITS.read(partial(_cached, services, "hit_characters")),
+        declared.TOKENIZED_CACHE_MISSES.read(partial(_cached, services, "missed_characters")),
+        declared.TOKENIZED_CACHE_BYTES.read(partial(_cached, services, "bytes")),
         declared.PLACEMENTS.read(lambda: placement.decided),
         declared.PLACEMENTS_REFUSED.read(lambda: placement.refused),
         declared.PLACEMENT_CHARGED.read(placement.charges.total),
-        declared.LEARNED_PREFILL.read(lambda: calibration.a),
-        declared.LEARNED_BANDWIDTH.read(lambda: dict(zip(LEVELS, calibration.rates(), strict=True))),
+        declared.LEARNED_PREFILL.read(
+            lambda: {model: placement.calibrations.of(model).a for model in services.config.model_names}
+        ),
+        declared.LEARNED_BANDWIDTH.read(lambda: _bandwidths(services)),
         declared.REDIS_UP.read(lambda: members.redis_ok),
         declared.REDIS_ERRORS.read(
             lambda: {
@@ -81,6 +81,18 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.QUOTA_UNSETTLED.read(lambda: quota.unsettled),
         declared.QUOTA_SETTLEMENTS_DROPPED.read(lambda: quota.settlements_dropped),
     ]
+
+
+def _cached(services: Services, figure: str) -> dict[str, int]:
+    """By model; 0 for a tokenizer with which nothing is cached."""
+    texts = {services.config.served_name: services.text, **services.further_texts}
+    return {name: getattr(text.piece_cache, figure, 0) for name, text in texts.items()}
+
+
+def _bandwidths(services: Services) -> dict[tuple[str, ...], float]:
+    of, models = services.placement.calibrations.of, services.config.model_names
+    rates = {model: zip(LEVELS, of(model).rates(), strict=True) for model in models}
+    return {(model, level): rate for model, found in rates.items() for level, rate in found}
 
 
 def _workers(services: Services) -> Counter[tuple[str, ...]]:

@@ -27,7 +27,10 @@ class SharedTotal:
         if count < 0:
             return here  # what a release leaves is not compared with a limit
         self._fence.pass_()
-        return here + sum(slot.get(self._figure) for slot in self._others)
+        return self.total(holder)
+
+    def total(self, holder: str) -> int:
+        return self.here(holder) + sum(slot.get(self._figure) for slot in self._others)
 
     def here(self, holder: str) -> int:
         return self._own.get(self._figure)
@@ -84,12 +87,16 @@ class SharedByTenant:
                 self._cells.free_if_empty(holder, self._words)
             return here
         self._fence.pass_()
-        return here + sum(self._in(slot, column, holder) for slot, column in self._others)
+        return self.total(holder)
 
-    def _in(self, slot: Slot, column: int, holder: str) -> int:
+    def total(self, holder: str) -> int:
+        key = key_of(holder)
+        return self.here(holder) + sum(self._in(slot, column, key) for slot, column in self._others)
+
+    def _in(self, slot: Slot, column: int, key: int) -> int:
         if not slot.get(Figure.IN_FLIGHT):  # a request counts there before it counts for its tenant
             return 0
-        cell = slot.find(key_of(holder))
+        cell = slot.find(key)
         return 0 if cell is None else self._words[column + cell]
 
     def here(self, holder: str) -> int:

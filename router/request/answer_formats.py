@@ -1,4 +1,4 @@
-"""The formats of a model's answers, by the router's settings `tool_parser` and `reasoning_parser`."""
+"""The formats of a model's answers, by its settings `tool_parser` and `reasoning_parser`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from router.text.tokenizer import ModelText
 
 
 def formats_of(settings: RouterConfig, text: ModelText) -> Formats:
-    """Raises ModelError for a name that no parser has."""
+    """`settings`: of this model. Raises ModelError for a name that no parser has."""
     template = text.template_source
-    tools = _chosen("tool_parser", settings.tool_parser, TOOL_PARSERS, find_tool_parser, template)
-    reasoning = _chosen(
-        "reasoning_parser", settings.reasoning_parser, REASONING_PARSERS, find_reasoning_parser, template
-    )
+    tools = _chosen("tool_parser", settings, TOOL_PARSERS, find_tool_parser, template)
+    reasoning = _chosen("reasoning_parser", settings, REASONING_PARSERS, find_reasoning_parser, template)
     added = text.tokenizer.get_added_tokens_decoder()
     special = {one.content: token_id for token_id, one in added.items() if one.special}
     made = ModelFormats(tools, reasoning, special, {one.content: token_id for token_id, one in added.items()})
@@ -40,14 +38,18 @@ def formats_of(settings: RouterConfig, text: ModelText) -> Formats:
     return made
 
 
-def _chosen(setting: str, given: str, names: Sequence[str], find: Callable[[str], str], template: str) -> str:
+def _chosen(
+    setting: str, settings: RouterConfig, names: Sequence[str], find: Callable[[str], str], template: str
+) -> str:
     """The parser's name; empty for none."""
+    given: str = getattr(settings, setting)
     if given == "auto":
         return find(template)
     if given == "none" or given in names:
         return "" if given == "none" else given
     known = ", ".join(("auto", "none", *names))
-    raise ModelError(f"{setting}: there is no parser {given!r}; use one of {known}", field=setting)
+    whose = f" of model {settings.served_name!r}" if settings.models else ""
+    raise ModelError(f"{setting}{whose}: there is no parser {given!r}; use one of {known}", field=setting)
 
 
 class ModelFormats:

@@ -75,17 +75,22 @@ PREFIX_CACHE_HITS = counter(
     "model",
 )
 TOKENIZED_CACHE_HITS = counter(
-    "baton_tokenized_cache_hits_total", "characters", "Characters of prompts whose tokens were cached"
+    "baton_tokenized_cache_hits_total",
+    "characters",
+    "Characters of prompts whose tokens were cached",
+    "model",
 )
 TOKENIZED_CACHE_MISSES = counter(
     "baton_tokenized_cache_misses_total",
     "characters",
     "Characters of prompts that were tokenised though there is a cache",
+    "model",
 )
 TOKENIZED_CACHE_BYTES = gauge(
     "baton_tokenized_cache_bytes",
     "bytes",
-    "Texts and tokens of pieces of prompts; tokenized_cache_bytes is the limit",
+    "Texts and tokens of pieces of prompts; tokenized_cache_bytes is the limit of all models",
+    "model",
     together="sum",
 )
 KV_SHIPPED_BYTES = counter("baton_kv_shipped_bytes_total", "bytes", "KV handed over")
@@ -150,11 +155,13 @@ LEARNED_PREFILL = gauge(
     "baton_placement_learned_prefill_seconds_per_token",
     "seconds per token",
     "Prefill time per token that the cost model has learned",
+    "model",
 )
 LEARNED_BANDWIDTH = gauge(
     "baton_placement_learned_bandwidth_bytes_per_second",
     "bytes per second",
     "Hand-off bandwidth that the cost model has learned or assumes, by the nearest topology level that a pair shares",
+    "model",
     "level",
 )
 

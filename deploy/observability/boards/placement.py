@@ -113,15 +113,15 @@ def _what_the_cost_model_has_learned() -> Row:
             by(
                 "Prefill, seconds a token",
                 "s",
-                total("baton_placement_learned_prefill_seconds_per_token", "instance", "", "max"),
-                "{{instance}}",
+                total("baton_placement_learned_prefill_seconds_per_token", "instance, model", "", "max"),
+                "{{instance}} {{model}}",
             ),
             by("Expected cost", "s", mean("baton_placement_cost_seconds", "term"), "{{term}}"),
             by(
                 "Hand-off bandwidth",
                 "Bps",
-                total("baton_placement_learned_bandwidth_bytes_per_second", "level", "", "max"),
-                "{{level}}",
+                total("baton_placement_learned_bandwidth_bytes_per_second", "model, level", "", "max"),
+                "{{model}} {{level}}",
             ),
             by(
                 "Age of the membership",

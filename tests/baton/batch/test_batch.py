@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton.batch import sending
+from baton.batch import lines, sending
 from baton.batch.run import run_batch
 from baton.batch.sending import Sending
 from baton.cli.main import app
@@ -250,8 +250,6 @@ def test_a_refused_key_ends_the_batch(stub: Stub, tmp_path: Path) -> None:
 def test_concurrency_and_reading_are_bounded(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.batch import lines
-
     read_ahead: list[int] = []
     original = lines.requests
 
@@ -280,3 +278,51 @@ def test_one_run_writes_an_output(stub: Stub, tmp_path: Path) -> None:
     stub.reply = reply
     run_batch(source, tmp_path / "out", Sending([stub.url]))
     assert refused and "another run" in refused[0]
+
+
+@pytest.mark.parametrize("wrong", ["broken", None], ids=["a broken line", "no file"])
+def test_failed_answers_are_kept_until_the_input_has_been_checked(
+    stub: Stub, tmp_path: Path, wrong: str | None
+) -> None:
+    """They were dropped before the input was read, so a mistake in it cost the reasons of all failures."""
+    stub.reply = lambda body, _: (400 if body["prompt"] == "b" else 200, {}, {})
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    run_batch(source, out, Sending([stub.url]))
+    before = out.read_bytes()
+    other = tmp_path / "other" if wrong is None else write(tmp_path / "other", wrong)
+    with pytest.raises(ConfigError):
+        run_batch(other, out, Sending([stub.url]), retry_failed=True)
+    assert out.read_bytes() == before
+    stub.reply = lambda body, _: (200, {}, {})
+    tally = run_batch(source, out, Sending([stub.url]), retry_failed=True)
+    assert (tally.requests, tally.left, tally.earlier, tally.earlier_failed) == (2, 1, 1, 0)
+    assert {one: made["response"]["status_code"] for one, made in read(out).items()} == {"a": 200, "b": 200}
+
+
+def test_an_answer_whose_line_could_not_be_read_again_is_a_failed_one(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run refused the file that this one had written. The limit of input lines is another one."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 500)
+    monkeypatch.setattr(lines, "MAX_ANSWER_BYTES", 2000)
+    source, out = write(tmp_path / "in", line("a"), line("b"), line("c")), tmp_path / "out"
+    sizes = {"a": 1000, "b": 2000, "c": 1}
+    stub.reply = lambda body, _: (200, {}, {"usage": USAGE, "text": "x" * sizes[body["prompt"]]})
+    tally = run_batch(source, out, Sending([stub.url], concurrency=1))
+    assert (tally.succeeded, tally.failed) == (2, 1)
+    assert max(map(len, out.read_bytes().splitlines(keepends=True))) <= 2000
+    failed = read(out)["b"]
+    assert failed["response"] is None and failed["error"]["code"] == "answer_too_long"
+    again = run_batch(source, out, Sending([stub.url]))
+    assert (again.left, again.earlier, again.earlier_failed) == (0, 3, 1)
+
+
+def test_a_priority_of_null_is_none(stub: Stub, tmp_path: Path) -> None:
+    """It was sent as null, which is the class of requests that somebody waits for."""
+    source = write(tmp_path / "in", line("a", priority=None), line("b", priority=0), line("c"))
+    run_batch(source, tmp_path / "out", Sending([stub.url]))
+    assert {body["prompt"]: body["priority"] for _, body, _ in stub.seen} == {
+        "a": "batch",
+        "b": 0,
+        "c": "batch",
+    }

@@ -141,6 +141,14 @@ def test_calls_may_load_adapters_of_each_model_where_slots_are_set(slots, kept):
     assert [(one.engine.max_loras, one.lora_dir) for one in configs[1::2]] == [kept, kept]
 
 
+def test_models_have_parsers_of_their_own_by_the_file_and_no_flag_reaches_them():
+    listed = {"name": "third", "model": str(MODEL), "tool_parser": "hermes"}
+    given = {"router": {"tool_parser": "mistral"}, "sections": {"router": {"models": [listed]}}}
+    router = UpOptions(MODEL, pool="process", also=(f"second={MODEL}",), **given).router_config(0)
+    found = {name: one.tool_parser for name, one in router.by_model().items()}
+    assert found == {router.served_name: "mistral", "third": "hermes", "second": "auto"}
+
+
 def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):
     monkeypatch.setattr(memory, "cards", list)
     monkeypatch.setattr(options, "limits", lambda: [Limit(64 << 30, 60 << 30)])

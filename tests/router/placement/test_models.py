@@ -15,7 +15,7 @@ from cluster.config.worker import Role
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
-from router.admission.admission import Admission
+from router.admission.admission import FREE_BYTES, Admission
 from router.placement.calibration import Calibrations
 from router.placement.eligibility import Eligibility
 from router.placement.types import Mode, PlacementRequest
@@ -142,6 +142,107 @@ def test_the_only_model_has_every_place() -> None:
             held.enter_context(entered(admission, "m"))
         with pytest.raises(OverloadedError), entered(admission, "m"):
             pass
+
+
+def several(count: int, **settings: object) -> Admission:
+    names = [chr(ord("b") + i) for i in range(count - 1)]
+    models = [FurtherModel(name=name, model=Path("/m")) for name in names]
+    made = RouterConfig.model_validate({"model": "/m/a", "models": models, **settings})
+    return Admission(made, lambda tenant: None)
+
+
+def test_two_surging_models_leave_places_to_a_third() -> None:
+    """They had half of the places each, and the third one's requests were refused by the router's limit."""
+    admission = several(3, max_concurrent_requests=8)
+    with contextlib.ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(entered(admission, "a"))
+        for _ in range(2):
+            held.enter_context(entered(admission, "b"))
+        said = (
+            "the 2 requests in flight that are kept for it, and all models have the 2 that are kept for none"
+        )
+        with pytest.raises(OverloadedError, match=said) as caught, entered(admission, "b"):
+            pass
+        assert (caught.value.field, caught.value.limit) == ("model", "2")
+        for _ in range(2):
+            held.enter_context(entered(admission, "c"))
+        assert [admission.in_model(name) for name in "abc"] == [4, 2, 2] and admission.in_flight == 8
+    with contextlib.ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(entered(admission, "b"))
+        with pytest.raises(OverloadedError, match="this model has 4 requests"), entered(admission, "b"):
+            pass
+    assert admission.in_flight == len(admission._tenants) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "limit"), [(3, 8), (3, 9), (4, 16), (5, 100), (7, 64), (4, 4), (3, 3), (3, 1)]
+)
+def test_every_model_has_its_part_whatever_the_others_take(count: int, limit: int) -> None:
+    draw, admission = random.Random(count * limit), several(count, max_concurrent_requests=limit)
+    names = [chr(ord("a") + i) for i in range(count)]
+    part, half = (limit - max(1, limit // 2)) // (count - 1), max(1, limit // 2)
+    held: dict[str, list[contextlib.ExitStack]] = {name: [] for name in names}
+    for _ in range(600):
+        name = draw.choice(names[: draw.choice((2, count))])
+        if held[name] and draw.random() < 0.3:
+            held[name].pop(draw.randrange(len(held[name]))).close()
+            continue
+        stack = contextlib.ExitStack()
+        others = sum(map(len, held.values())) - len(held[name])
+        try:
+            stack.enter_context(entered(admission, name))
+            held[name].append(stack)
+        except OverloadedError:
+            assert len(held[name]) >= part
+            assert len(held[name]) >= half or others > 0, "one alone has half"
+        assert len(held[name]) <= half
+    for stack in (one for stacks in held.values() for one in stacks):
+        stack.close()
+    assert admission.in_flight == len(admission._tenants) == 0
+
+
+def test_a_given_limit_of_a_model_holds_as_it_is() -> None:
+    own = FurtherModel(name="b", model=Path("/m"), max_concurrent_requests=7)
+    admission = several(3, max_concurrent_requests=8, models=(own, FurtherModel(name="c", model=Path("/m"))))
+    with contextlib.ExitStack() as held:
+        for _ in range(7):
+            held.enter_context(entered(admission, "b"))
+        with pytest.raises(OverloadedError, match="this model has 7 requests"), entered(admission, "b"):
+            pass
+    given = several(3, max_concurrent_requests=8, max_concurrent_requests_per_model=4)
+    with contextlib.ExitStack() as held:
+        for name in 4 * ["a"] + 4 * ["b"]:
+            held.enter_context(entered(given, name))
+
+
+def test_bodies_of_two_models_leave_a_third_its_part_of_the_budget() -> None:
+    mib = 1 << 20
+    admission = several(3, max_body_bytes=mib, max_body_bytes_in_flight=8 * mib)
+    with contextlib.ExitStack() as held:
+
+        def body(model: str) -> None:
+            place = held.enter_context(admission.admit())
+            place.of_model(model)
+            place.body.grow_to(mib + FREE_BYTES)
+
+        for model in 4 * "a" + 2 * "b":
+            body(model)
+        with pytest.raises(OverloadedError, match=f"the {2 * mib} bytes .* kept for it"):
+            body("b")
+        body("c")
+        body("c")
+        assert admission.bodies.held == 8 * mib
+    assert admission.bodies.held == len(admission.bodies._tenants) == 0
+
+
+def test_a_model_alone_has_room_for_the_longest_body() -> None:
+    mib = 1 << 20
+    admission = several(3, max_body_bytes=mib, max_body_bytes_in_flight=mib)
+    with admission.admit() as place:
+        place.of_model("b")
+        place.body.grow_to(mib)
 
 
 @contextlib.contextmanager

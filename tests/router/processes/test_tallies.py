@@ -143,6 +143,27 @@ def test_every_tenant_has_a_cell_for_what_it_takes_of_a_model() -> None:
     assert len(admission._tenants) == 0
 
 
+def test_models_that_surge_at_several_processes_leave_a_third_its_part() -> None:
+    further: Any = tuple({"name": name, "model": "/models/two"} for name in "bc")
+    settings: Any = {"max_concurrent_requests": 8, "models": further}
+    config = RouterConfig(model=Path("/models/m"), **settings)
+    both = admissions(SharedMemory.create(2, most_holders(config)), **settings)
+    with contextlib.ExitStack() as held:
+
+        def enter(model: str, process: int) -> None:
+            held.enter_context(both[process].admit()).of_model(model)
+
+        for number, model in enumerate(4 * "m" + 2 * "b"):
+            enter(model, number % 2)
+        for process in range(2):
+            with pytest.raises(OverloadedError, match="kept for none"):
+                enter("b", process)
+        held.pop_all().close()  # with the places of those that were refused
+        for number, model in enumerate(4 * "m" + 2 * "b" + 2 * "c"):
+            enter(model, number % 2)
+    assert all(one.in_flight == len(one._tenants) == 0 for one in both)
+
+
 def test_more_tenants_than_cells_are_refused() -> None:
     memory = SharedMemory.create(2, 1)
     tally = shared_tallies(memory, 0).tenant_requests

@@ -52,6 +52,7 @@ def test_workers_register_the_name_that_the_router_serves(rendered: Rendered) ->
     router = RouterConfig.model_validate(config_of(rendered, "router", "router.yaml"))
     assert router.model_names == ("large", "small", "hub") and router.all_aliases == ("small-latest",)
     assert router.most_of_model("small") == 200 and router.by_model()["small"].max_model_len == 4096
+    assert [one.tool_parser for one in router.by_model().values()] == ["auto", "hermes", "auto"]
     for one in WORKERS:
         config = config_of(rendered, one, "worker.yaml")
         named = config.get("served_model_name", "large")

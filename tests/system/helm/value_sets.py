@@ -44,6 +44,7 @@ MORE: dict[str, ValueSet] = {
                     "name": "small",
                     "aliases": ["small-latest"],
                     "maxConcurrentRequests": 200,
+                    "toolParser": "hermes",
                     "model": {"source": "pvc://weights/small", "maxModelLen": 4096},
                     "prefill": {"gpus": 1, "port": 50152},
                     "decode": {"kvMemoryBytes": 1073741824},

@@ -42,8 +42,12 @@
 {{- include "baton.modelRoots" (dict "root" . "into" $all) -}}
 {{- $found := list -}}
 {{- range $one := rest $all.roots }}
-{{- $found = append $found (dict "name" $one.key "model" (include "baton.modelPath" $one) "aliases" ($one.own.aliases | default list)
-    "max_model_len" (int $one.Values.model.maxModelLen) "max_concurrent_requests" (int ($one.own.maxConcurrentRequests | default 0))) }}
+{{- $entry := dict "name" $one.key "model" (include "baton.modelPath" $one) "aliases" ($one.own.aliases | default list)
+    "max_model_len" (int $one.Values.model.maxModelLen) "max_concurrent_requests" (int ($one.own.maxConcurrentRequests | default 0)) }}
+{{- /* Only where given: a router of an earlier image refuses them. */}}
+{{- with $one.own.toolParser }}{{- $_ := set $entry "tool_parser" . }}{{- end }}
+{{- with $one.own.reasoningParser }}{{- $_ := set $entry "reasoning_parser" . }}{{- end }}
+{{- $found = append $found $entry }}
 {{- end }}
 {{- toJson $found -}}
 {{- end -}}

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from cluster.errors import InvalidRequestError, OverloadedError, UnknownModelError
+from cluster.config.router import FurtherModel
+from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnknownModelError
 from cluster.security.keys import ANYONE, Caller, ModelLimits
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
@@ -54,6 +55,28 @@ def test_names_and_aliases_lead_to_a_model(gateway: StubGateway) -> None:
 def test_each_model_has_its_own_limits(gateway: StubGateway) -> None:
     assert gateway.model("two").validator.limits.max_model_len == 33
     assert gateway.model("").validator.limits.max_model_len > 33
+
+
+@pytest.mark.parametrize("first", ["auto", "mistral"])
+def test_each_model_has_its_own_parsers(gateway: StubGateway, first: str) -> None:
+    """The first model's once read the others' answers too."""
+    own = {"name": "third", "model": DEMO, "tool_parser": "hermes", "reasoning_parser": "think"}
+    models = [*(one.model_dump() for one in gateway.config.models), own]
+    parsers = {"tool_parser": first, "reasoning_parser": first}
+    made = StubGateway(gateway.first.text, {"models": models, **parsers})
+    made.further = further_models(made.config, dict.fromkeys(("second", "third"), gateway.first.text))
+    plans = {name: made.model(name).plans for name in ("two", "third")}
+    assert {name: (one.tool_parser, one.reasoning_parser) for name, one in plans.items()} == {
+        "two": ("", ""),
+        "third": ("hermes", "think"),
+    }
+
+
+def test_an_unknown_parser_of_a_further_model_names_the_model(gateway: StubGateway) -> None:
+    wrong = {"name": "second", "model": DEMO, "reasoning_parser": "r2"}
+    config = gateway.config.model_copy(update={"models": (FurtherModel.model_validate(wrong),)})
+    with pytest.raises(ModelError, match="reasoning_parser of model 'second': there is no parser 'r2'"):
+        further_models(config, {"second": gateway.first.text})
 
 
 def asked(name: str, caller: Caller = ANYONE) -> Any:
