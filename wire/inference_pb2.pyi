@@ -132,7 +132,7 @@ class GenerateRequest(_message.Message):
     RESUME_TICKET_FIELD_NUMBER: _builtins.int
     RECONNECTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """empty = the served model; or the name of an adapter"""
+    """empty = the first of ListModels; also the name of an adapter"""
     text: _builtins.str
     request_id: _builtins.str
     """empty = the router makes one"""
@@ -1010,6 +1010,7 @@ class Model(_message.Message):
     EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     EMBEDDING_REASON_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     created_unix_seconds: _builtins.int
@@ -1031,6 +1032,10 @@ class Model(_message.Message):
     def embedding(self) -> Global___ModelEmbedding:
         """unset: Embed is refused"""
 
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """further names that requests may use; an adapter has none"""
+
     def __init__(
         self,
         *,
@@ -1045,10 +1050,11 @@ class Model(_message.Message):
         embeds_only: _builtins.bool = ...,
         embedding: Global___ModelEmbedding | None = ...,
         embedding_reason: _builtins.str = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "embedding", b"embedding", "embedding_reason", b"embedding_reason", "embeds_only", b"embeds_only", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "created_unix_seconds", b"created_unix_seconds", "embedding", b"embedding", "embedding_reason", b"embedding_reason", "embeds_only", b"embeds_only", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,8 @@
-"""Keys of a model's config.json that routers and workers both read, so that both have the same limits."""
+"""Keys of a model's configuration that routers and workers both read, so that both have the same limits."""
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,18 @@ _VOCABULARIES = {
     "Gemma3ForCausalLM": 262_208,
     "Gemma3ForConditionalGeneration": 262_208,
 }
+_END_TOKENS: dict[str, int | list[int]] = {
+    "LlamaForCausalLM": 2,
+    "MistralForCausalLM": 2,
+    "Phi3ForCausalLM": 32_000,
+    "Olmo2ForCausalLM": 50_279,
+    "GraniteForCausalLM": 2,
+    "Glm4ForCausalLM": [151_329, 151_336, 151_338],
+    "MixtralForCausalLM": 2,
+    "Gemma2ForCausalLM": 1,
+    "Gemma3ForCausalLM": 1,
+    "Gemma3ForConditionalGeneration": 1,
+}
 
 
 MAX_TEXT_BYTES = 256 << 20  # tokenizers of 262,000 tokens have 35 MB, an index of 100,000 tensors 10 MB
@@ -51,6 +64,19 @@ def text_of(file: Path) -> str:
     if (size := check_file(file)) > MAX_TEXT_BYTES:
         raise ValueError(f"{size} bytes are more than the {MAX_TEXT_BYTES} that such a file may have")
     return file.read_text()
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object that a file of a model directory holds; empty where there is none. Raises ModelError."""
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(text_of(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: {error}", field=file.name) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds no object", field=file.name)
+    return content
 
 
 def check_file(file: Path) -> int:
@@ -96,6 +122,18 @@ def context_tokens(raw: Mapping[str, Any]) -> int:
 def vocab_size(raw: Mapping[str, Any]) -> int | None:
     """None: the configuration does not say. Raises ModelError."""
     return _positive(raw, "vocab_size") or _VOCABULARIES.get(architecture(raw))
+
+
+def end_tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+    """The end-of-sequence tokens by generation_config.json, else by config.json, whose top level goes before its text
+    part, else by Hugging Face's default. Raises ModelError."""
+    found = text_part(raw).get("eos_token_id", _END_TOKENS.get(architecture(raw)))
+    found = generation.get("eos_token_id", raw.get("eos_token_id", found))
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(one) is int for one in tokens):
+        raise ModelError("eos_token_id is not a number or a list of numbers", field="eos_token_id")
+    # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.
+    return tuple(one for one in tokens if 0 <= one < vocab)
 
 
 def _positive(raw: Mapping[str, Any], key: str) -> int | None:

@@ -129,9 +129,10 @@ class ModelConfig:
         for one in (self.rope, self.local_rope):
             if one is not None:
                 rope.check(one, self.head_dim)
-        for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
-            if not all(type(value) is int for value in values):
-                raise ModelError(f"config.json: {key} is not a number or a list of numbers", field=key)
+        if not all(type(value) is int for value in self.windows):
+            raise ModelError(
+                "config.json: sliding_window is not a number or a list of numbers", field="sliding_window"
+            )
         if any(not 0 <= window < 2**31 for window in self.windows):
             raise ModelError(
                 f"config.json: sliding_window is {max(self.windows, key=abs)}, negative or above 2**31 - 1",
@@ -243,7 +244,9 @@ class _Reader:
             output_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),
             windows=windows,
-            eos_token_ids=_eos(self._directory, self._raw, self.get("eos_token_id"), vocab),
+            eos_token_ids=model_limits.end_tokens(
+                self._raw, model_limits.json_object(self._directory / "generation_config.json"), vocab
+            ),
             dtype=str(stored).replace("torch.", ""),
             local_rope=local,
             activation=self._activation(),
@@ -359,20 +362,3 @@ class _Reader:
                 f"layer_types: layers of {family.title} are all alike, these are not", field="layer_types"
             )
         return (window,) * layers
-
-
-def _eos(directory: Path, raw: dict[str, Any], of_text: Any, vocab: int) -> tuple[int, ...]:
-    """End tokens by generation_config.json, else config.json, else `of_text`: the text part's, or the family's default."""
-    eos = raw.get("eos_token_id", of_text)
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        try:
-            eos = json.loads(model_limits.text_of(generation)).get("eos_token_id", eos)
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{generation}: {error!r}", field=generation.name) from error
-    if eos is None:
-        return ()
-    # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.
-    return tuple(
-        one for one in (eos if isinstance(eos, list) else [eos]) if type(one) is not int or 0 <= one < vocab
-    )

@@ -32,7 +32,6 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "eos_token_id": 1,
 }
 _GEMMA2 = Family(
     "Gemma 2",
@@ -83,13 +82,11 @@ def _gemma3(title: str) -> Family:
 
 # By the architecture that config.json names.
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "Llama", attention_bias="by key", output_bias=True, mlp_bias=True, defaults={"eos_token_id": 2}
-    ),
+    "LlamaForCausalLM": Family("Llama", attention_bias="by key", output_bias=True, mlp_bias=True),
     "MistralForCausalLM": Family(
         "Mistral",
         windows="all layers",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "Qwen2ForCausalLM": Family(
         "Qwen2", attention_bias="always", windows="last layers", defaults=_QWEN, fixed={"use_mrope": False}
@@ -112,7 +109,6 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         older_longrope=True,
         defaults={
-            "eos_token_id": 32000,
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
@@ -131,7 +127,7 @@ FAMILIES: Mapping[str, Family] = {
         attention_bias="by key",
         output_bias=True,
         qk_norm="row",
-        defaults={"eos_token_id": 50279, "rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "GraniteForCausalLM": Family(
         "Granite 3",
@@ -140,7 +136,6 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         multipliers=True,
         defaults={
-            "eos_token_id": 2,
             "embedding_multiplier": 1.0,
             "logits_scaling": 1.0,
             "residual_multiplier": 1.0,
@@ -159,7 +154,6 @@ FAMILIES: Mapping[str, Family] = {
         interleaved_rope=True,
         partial_rotary=True,
         defaults={
-            "eos_token_id": [151329, 151336, 151338],
             "num_key_value_heads": 2,
             "head_dim": 128,
             "rms_norm_eps": 1.5625e-07,
@@ -177,7 +171,6 @@ FAMILIES: Mapping[str, Family] = {
             width_key="intermediate_size",
         ),
         defaults={
-            "eos_token_id": 2,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1_000_000.0,

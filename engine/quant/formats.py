@@ -31,7 +31,7 @@ class Computed:
 DTYPE = Computed("expanded to `--dtype` while loading", "2 or 4 bytes")
 AS_STORED = Computed("`--dtype`", "2 or 4 bytes")
 INT8_KERNELS = Computed("int8, Baton's kernels", "1 byte")
-INT8_TORCH = Computed("int8, torch's integer product", "1 byte")
+INT8_TORCH = Computed("int8, torch's fp32 product of slices, whose sums are exact", "1 byte")
 INT8_CUDA = Computed("int8, Baton's kernels; without Triton, torch's integer product", "1 byte")
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)

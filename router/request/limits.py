@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config.router import RouterConfig
@@ -28,6 +29,12 @@ class FieldLimits:
         own = text.max_position_embeddings
         served = settings.served_name
         return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size, adapters)
+
+    @classmethod
+    def widest(cls, every: Sequence[FieldLimits]) -> FieldLimits:
+        """The first model's, with the bounds of the model that allows most."""
+        context, vocab = max(one.max_model_len for one in every), max(one.vocab_size for one in every)
+        return replace(every[0], max_model_len=context, vocab_size=vocab)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self if hasattr(self, name) else self.settings, name)

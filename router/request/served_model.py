@@ -36,6 +36,10 @@ class ServedModel:
         return self.validator.limits.served_model
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        return self.validator.limits.settings.model_aliases
+
+    @property
     def embedding(self) -> Embedding:
         """How embeddings are made. Raises UnsupportedFieldError saying why the model makes none."""
         if self.text.embedding is None:

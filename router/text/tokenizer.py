@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,18 +51,6 @@ RESERVED_KWARGS = frozenset(
 )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(model_limits.text_of(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}", field=path.name) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no object", field=path.name)
-    return content
-
-
 def _token_text(value: Any) -> str:
     return str((value.get("content") if isinstance(value, Mapping) else value) or "")
 
@@ -103,16 +90,16 @@ class ModelText:
         self._byte_table = make_byte_table(self.tokenizer)
         self._prompt_pieces = make_piece_tokenizer(self.tokenizer, cache_bytes)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
-        config = _read(directory / "config.json")
+        config = model_limits.json_object(directory / "config.json")
         self.max_position_embeddings = model_limits.context_tokens(config)
         self.vocab_size = model_limits.vocab_size(config) or self.tokenizer.get_vocab_size()
-        self._eos = model_limits.text_part(config).get("eos_token_id", config.get("eos_token_id"))
         self.has_head = output_head.has_head(config, directory)  # False: the model generates nothing
         self.embedding: Embedding | None = None
         self.embedding_refusal = ""  # why the model makes no embeddings
         self._read_embedding(directory, config)
-        self.generation = _read(directory / "generation_config.json")
-        settings = _read(directory / "tokenizer_config.json")
+        self.generation = model_limits.json_object(directory / "generation_config.json")
+        self.eos_token_ids = model_limits.end_tokens(config, self.generation, self.vocab_size)
+        settings = model_limits.json_object(directory / "tokenizer_config.json")
         self._special = {
             name: _token_text(settings.get(name))
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -305,13 +292,6 @@ class ModelText:
         (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence tokens, as engines read them."""
-        found = self.generation.get("eos_token_id", self._eos)
-        ids = found if isinstance(found, list) else [found]
-        return tuple(one for one in ids if type(one) is int and 0 <= one < self.vocab_size)
 
     def tokenizer_json(self) -> str:
         return model_limits.text_of(self._directory / "tokenizer.json")

@@ -1,11 +1,13 @@
-"""Context and vocabulary of config.json, in text_config for models of several media."""
+"""Context, vocabulary and end tokens of config.json, in text_config for models of several media."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from cluster.errors import ModelError
-from cluster.protocol.model_limits import context_tokens, text_part, vocab_size
+from cluster.protocol.model_limits import context_tokens, end_tokens, json_object, text_part, vocab_size
 
 GEMMA = ["Gemma3ForConditionalGeneration"]
 
@@ -53,3 +55,35 @@ def test_a_wrapper_without_a_text_part_is_refused(text) -> None:
     with pytest.raises(ModelError, match="no text_config") as caught:
         context_tokens({"architectures": GEMMA, "text_config": text})
     assert caught.value.field == "text_config"
+
+
+def test_end_tokens_of_the_generation_config_go_before_those_of_the_model_and_its_text_part() -> None:
+    """Routers give them to the compiler of grammars, and workers end by them."""
+    text = {"architectures": GEMMA, "text_config": {"eos_token_id": 5}}
+    assert end_tokens(text, {}, 300) == (5,)
+    whole = {**text, "eos_token_id": [1, 106]}
+    assert end_tokens(whole, {}, 300) == (1, 106)
+    assert end_tokens(whole, {"eos_token_id": 9}, 300) == (9,)
+    assert end_tokens(whole, {"eos_token_id": None}, 300) == ()
+    assert end_tokens(whole, {}, 106) == (1,)  # an id that no token has is left out
+    assert end_tokens({"architectures": GEMMA, "text_config": {}}, {}, 300) == (1,)
+    assert end_tokens({"architectures": ["Glm4ForCausalLM"]}, {}, 151_338) == (151_329, 151_336)
+    assert end_tokens({}, {}, 300) == ()
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, True, [2, "3"], {}])
+def test_end_tokens_are_numbers(value) -> None:
+    for raw, generation in (({"eos_token_id": value}, {}), ({}, {"eos_token_id": value})):
+        with pytest.raises(ModelError, match="eos_token_id is not a number or a list of numbers") as caught:
+            end_tokens(raw, generation, 300)
+        assert caught.value.field == "eos_token_id"
+
+
+def test_a_file_without_an_object_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    assert json_object(file) == {}
+    for text in ("[]", "{", "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(ModelError, match=file.name) as caught:
+            json_object(file)
+        assert caught.value.field == file.name

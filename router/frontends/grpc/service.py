@@ -216,6 +216,7 @@ class InferenceService:
                 pb.Model(
                     id=name,
                     parent=parent,
+                    aliases=() if parent else one.aliases,
                     max_model_len=one.validator.limits.max_model_len,
                     created_unix_seconds=self._gateway.created_unix_seconds,
                     structured_output=not one.grammars.refusal,

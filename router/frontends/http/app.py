@@ -104,7 +104,7 @@ class Views:
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model"]
         model = self._gateway.model(asked)
-        name = model.name if asked in model.validator.limits.settings.model_aliases else asked
+        name = model.name if asked in model.aliases else asked
         found = self._all()[0].get(name)
         if found is None or not caller_of(request).may_name(name):
             raise UnknownModelError(
@@ -225,8 +225,7 @@ def _model(served: ServedModel, created: int) -> dict[str, Any]:
         **_embedding(served),
     }
     reason = {"structured_output_reason": served.grammars.refusal} if served.grammars.refusal else {}
-    aliases = served.validator.limits.settings.model_aliases
-    return {**shown, **reason, **({"aliases": aliases} if aliases else {})}
+    return {**shown, **reason, **({"aliases": served.aliases} if served.aliases else {})}
 
 
 def _embedding(served: ServedModel) -> dict[str, Any]:

@@ -97,9 +97,9 @@ def _model(value: str, info: ValidationInfo) -> str:
     return value
 
 
-ModelName: TypeAlias = Annotated[
-    str, AfterValidator(_model), WithJsonSchema({"enum": {"$limit": "accepted_names"}})
-]
+# Adapters come and go while a router runs: the document does not list their names
+_MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": "string"}]}
+ModelName: TypeAlias = Annotated[str, AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)]
 MODEL_DESCRIPTION = "empty = the first of /v1/models; also the name of an adapter that it lists"
 AskedPriority: TypeAlias = Annotated[
     Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)

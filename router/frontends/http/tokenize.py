@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import orjson
@@ -27,7 +28,7 @@ from router.frontends.http.requests import (
 )
 from router.frontends.http.serving import Serving, request_id
 from router.request.answer_plan import ChatPrompt
-from router.request.fields import OnlyNeutral, RequestModel, late, limits_of, refuse, wrong
+from router.request.fields import RequestModel, late, limits_of, refuse, wrong
 from router.request.options import Flag, TokenId
 from router.request.served_model import ServedModel
 
@@ -60,7 +61,6 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(ChatCompletionRequest):
     """Fields that do not change a chat's prompt are checked, and change nothing."""
 
-    add_special_tokens: Annotated[Any, OnlyNeutral(False)] = None
     return_token_strs: Flag = None
 
 
@@ -138,9 +138,14 @@ class Tokenizing:
         limits = model.validator.limits
         options = read_request(TokenizeChatRequest, body, limits)
         prompt = await self._gateway.converse(
-            lambda: options.conversation(limits), options.size, model=model.name, tenant=caller.tenant
+            lambda: options.conversation(limits),
+            options.size,
+            model=model.name,
+            truncated=options.truncates,
+            tenant=caller.tenant,
         )
-        return prompt, bool(options.return_token_strs)
+        kept = options.kept(prompt.tokens, limits.max_model_len)
+        return replace(prompt, tokens=kept), bool(options.return_token_strs)
 
     async def _text(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         model = self._gateway.model(body.get("model"))

@@ -81,14 +81,15 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         "info": {
             "title": "Baton",
             "version": VERSION,
-            "description": "Serves a language model with prefill and decode on separate workers. The endpoints are "
-            "OpenAI's; the answer's `baton` says where its time went.",
+            "description": "Serves language models with prefill and decode on separate workers. The endpoints are "
+            "OpenAI's; the answer's `baton` says where its time went. Bounds that depend on the model are those of "
+            "the model that allows most.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "x-limits": _limits(gateway),
         },
         "paths": _paths(gateway),
         "components": {
-            "schemas": {**request_schemas(gateway.first.validator.limits), **answer_schemas(gateway)},
+            "schemas": {**request_schemas(_widest(gateway)), **answer_schemas(gateway)},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -126,9 +127,13 @@ def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
     return made
 
 
+def _widest(gateway: RequestGateway) -> FieldLimits:
+    return FieldLimits.widest([one.validator.limits for one in gateway.models])
+
+
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
     limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
-    return {"max_model_len": gateway.first.validator.limits.max_model_len, **limits}
+    return {"max_model_len": _widest(gateway).max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from cluster.errors import BatonError
 from cluster.security.keys import ANYONE
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http.openapi.document import build_document
+from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.bodies import CHAT, COMPLETION, GENERATION, SETTINGS, Case, cases
 from tests.router.frontends.golden.messages import messages
@@ -155,3 +156,34 @@ def test_the_document_allows_what_is_accepted(gateways: dict[str, StubGateway]) 
             )
             checked += 1
     assert checked > 700
+
+
+async def _of_two_models(gateway: StubGateway) -> list[dict[str, Any]]:
+    """The bodies, of which the router accepts each."""
+    prompts = [
+        {"prompt": [5] * 200},
+        {"prompt": "a", "max_tokens": 200},
+        {"prompt": "a", "stop_token_ids": []},
+    ]
+    names = ("second", "two", "mine")
+    bodies = [{"model": name, **prompt} for name in names for prompt in prompts]
+    async with served(gateway) as url, httpx.AsyncClient(base_url=url) as client:
+        for body in bodies:
+            answer = await client.post(COMPLETION, json=body)
+            assert answer.status_code == 200, answer.text
+        short = await client.post(COMPLETION, json=bodies[0] | {"model": "tiny"})
+    assert short.status_code == 400 and "64 tokens" in short.text
+    return bodies
+
+
+def test_the_document_allows_what_any_model_accepts(text: ModelText) -> None:
+    """Also with an adapter, whose name it does not have."""
+    second = {"name": "second", "model": DEMO, "aliases": ["two"], "max_model_len": 512}
+    gateway = StubGateway(text, {"max_model_len": 64, "models": [second]})
+    gateway.further = further_models(
+        gateway.config, {"second": text}, lambda name: lambda: {"mine": "0" * 32}
+    )
+    document = build_document(gateway)
+    for body in asyncio.run(_of_two_models(gateway)):
+        jsonschema.validate(body, SCHEMAS[COMPLETION] | {"components": document["components"]})
+    assert document["info"]["x-limits"]["max_model_len"] == 512

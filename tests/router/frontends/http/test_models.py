@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import anthropic
 import httpx
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from cluster.config.router import FurtherModel
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnknownModelError
 from cluster.security.keys import ANYONE, Caller, ModelLimits
+from router.frontends.grpc.service import InferenceService
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
@@ -92,6 +93,25 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
     assert b'"id":"second"' in (await views.model(asked("two"))).body
     with pytest.raises(UnknownModelError):
         await views.model(asked("no"))
+
+
+async def test_all_models_are_listed_over_grpc_with_their_aliases() -> None:
+    text = ModelText(DEMO)
+    second = {"name": "second", "model": DEMO, "aliases": ["two", "zwei"]}
+    here = StubGateway(text, {"models": [second], "model_aliases": ["one"]})
+    here.first = stub_model(here.config, text, adapters=lambda: {"mine": "0" * 32})
+    here.further = further_models(here.config, {"second": text})
+    context = MagicMock()
+    context.read, context.write = AsyncMock(return_value=b""), AsyncMock()
+    context.send_initial_metadata, context.peer.return_value = AsyncMock(), "ipv4:127.0.0.1:1"
+    await InferenceService(here).ListModels(MagicMock(), context)
+    listed = pb.ListModelsResponse.FromString(context.write.call_args.args[0]).models
+    assert [(one.id, one.parent, list(one.aliases)) for one in listed] == [
+        ("tiny", "", ["one"]),
+        ("mine", "tiny", []),
+        ("second", "", ["two", "zwei"]),
+    ]
+    text.close()
 
 
 async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:

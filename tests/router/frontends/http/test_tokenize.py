@@ -43,6 +43,18 @@ def test_a_chat_has_the_tokens_of_its_prompt(scripted, client):
     assert shorter["count"] < made["count"]
 
 
+def test_a_chat_is_cut_as_its_prompt(scripted, client):
+    """Also one that would not fit the context."""
+    long = [{"role": "user", "content": "word " * 2 * scripted.first.validator.limits.max_model_len}]
+    for messages, cut in ((CHAT, 3), (long, 3), (long, -1)):
+        scripted.script([])
+        body = {"messages": messages, "truncate_prompt_tokens": cut, "max_tokens": 7}
+        made = client.post("/tokenize", json=body).json()
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert made["tokens"] == scripted.accepted[0].prompt_tokens
+        assert made["count"] == len(made["tokens"])
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": 1}, "prompt"),
