@@ -40,6 +40,7 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
+        self._min_tokens = completion.sampling.min_tokens  # in their text no stop string ends the answer
         source = completion.answer_format
         self._marked = None if source is None else MarkedText(source.parser(), source.marker_texts)
         self._plain = source is None and not completion.stop  # nothing is looked for in its text
@@ -54,9 +55,9 @@ class ChoiceStream:
         have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole
         answer, so it yields to the event loop in between. Raises UnreadableAnswerError."""
         began = time.monotonic()
-        for token in self.output:
+        for count, token in enumerate(self.output, 1):
             try:
-                text, marker = self._read(token)
+                text, marker = self._read(token, count)
                 if self._marked is not None:
                     self._marked.passed(text, marker)
             except Exception as error:
@@ -87,23 +88,26 @@ class ChoiceStream:
         token_id = token.token_id
         ended = _FINISH.get(token.finish)
         # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
-        text, marker = ("", None) if ended == "stop" else self._read(token_id)
+        text, marker = ("", None) if ended == "stop" else self._read(token_id, len(self.output))
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:
-            text += self._stop.add(self._detokenizer.flush()) + self._stop.flush()
+            rest = self._stop.add(self._detokenizer.flush(), ends=len(self.output) > self._min_tokens)
+            text += rest + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
         if self._marked is None:
             return Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
         return self._parsed(self._marked, text, marker, token)
 
-    def _read(self, token_id: int) -> tuple[str, int | None]:
-        """The text that can be shown now that the token came, and the token if it is a marker behind this text."""
+    def _read(self, token_id: int, count: int) -> tuple[str, int | None]:
+        """The text that can be shown now that the token came, and the token if it is a marker behind this text. `count`:
+        of the choice's tokens up to this one. Stop strings count behind min_tokens of them, as in vLLM."""
+        ends = count > self._min_tokens
         if self._marked is None or token_id not in self._marked.marker_texts:
-            return self._stop.add(self._detokenizer.add(token_id)), None
+            return self._stop.add(self._detokenizer.add(token_id), ends=ends), None
         # No stop string reaches over a marker, which is text between the two; it may be in the marker's own text.
-        text = self._stop.add(self._detokenizer.complete()) + self._stop.flush()
-        self._stop.add(self._marked.marker_texts[token_id])
+        text = self._stop.add(self._detokenizer.complete(), ends=ends) + self._stop.flush()
+        self._stop.add(self._marked.marker_texts[token_id], ends=ends)
         self._stop.flush()
         return text, None if self._stop.stopped else token_id
 

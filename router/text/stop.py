@@ -68,10 +68,11 @@ class StopMatcher:
         self.stopped = False
         self.found: str | None = None  # the stop string that ended the text
 
-    def add(self, text: str) -> str:
+    def add(self, text: str, *, ends: bool = True) -> str:
         """Add text; returns what may be sent. After a stop string nothing more is sent, and `stopped` is True.
 
-        The stop string that is complete first counts; of several complete at once, the longest.
+        The stop string that is complete first counts; of several complete at once, the longest. `ends`: False = one that
+        is complete within this text is text; one that begins in it and is complete in a later text counts.
         """
         if self.stopped:
             return ""
@@ -83,11 +84,13 @@ class StopMatcher:
             if at is root and character not in stops.first:
                 continue
             at = at.next.get(character) or stops.step(at, character)
-            if at.match:
+            if at.match and ends:
                 self.stopped = True
                 self._held = ""
                 self.found = seen[end - at.match : end]
                 return seen[: end if self._include else end - at.match]
+        while at.fail is not None and not at.next and not at.open:  # complete, where none ends the text
+            at = at.fail
         self._at = at
         begins = len(seen) - at.depth
         self._held = seen[begins:]

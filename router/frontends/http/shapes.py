@@ -335,10 +335,10 @@ class CompletionShape(Shape):
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Alternatives by their text; of a prompt's token with itself."""
+        """The token and its alternatives by their text."""
         count = self.completion.sampling.top_logprobs
         top = {self._name(one.token_id): one.logprob for one in token.top_logprobs[:count]}
-        return top | {self._name(token.token_id): token.logprob} if token.rank else top
+        return top | {self._name(token.token_id): token.logprob}
 
     def _name(self, token_id: int) -> str:
         """The token's text, marked as OpenAI does if it is not whole characters: this endpoint has no field for bytes."""

@@ -56,13 +56,14 @@ class Detokenizer:
         return ""
 
 
-def choice(resumed=(), **fields: Any) -> ChoiceStream:
+def choice(resumed=(), min_tokens: int = 0, **fields: Any) -> ChoiceStream:
     source = SimpleNamespace(marker_texts={END_OF_REASONING: "</think>", CALL: "<call>"}, parser=Parser)
+    sampling = common_pb2.SamplingParams(min_tokens=min_tokens, max_tokens=9)
     completion = Completion(
         "r",
         "m",
         [0],
-        common_pb2.SamplingParams(),
+        sampling,
         resume_tokens=list(resumed),
         answer_format=source,
         **fields,
@@ -192,3 +193,26 @@ def test_the_last_delta_names_the_stop_string():
         deltas: list[Any] = [stream.take(token(stream, one)) for one in (1, 3, 4)]
         assert [delta.stop_string for delta in deltas] == [None, None, "STOP"]
         assert deltas[-1].finish == "stop"
+
+
+@pytest.mark.parametrize(("ids", "shown"), [((1, 2, 2, 2), "plansaysay"), ((2, 2, 3, 4), "saysay ")])
+def test_a_stop_string_ends_no_answer_before_min_tokens(ids, shown):
+    """One that begins within the first tokens and is complete behind them does, as in vLLM."""
+    stream = choice(stop=("say", "STOP"), min_tokens=3)
+    deltas = [stream.take(token(stream, one)) for one in ids]
+    assert [delta.finish for delta in deltas if delta is not None] == [None, None, None, "stop"]
+    assert "".join(delta.text for delta in deltas if delta is not None) == shown
+
+
+def test_nor_does_one_in_a_markers_text():
+    for min_tokens, finish in ((1, None), (0, "stop")):
+        stream = choice(stop=("call>",), min_tokens=min_tokens)
+        delta = stream.take(token(stream, CALL))
+        assert delta is not None and delta.finish == finish
+
+
+async def test_min_tokens_count_those_of_a_resumed_answer():
+    stream = choice([2, 2], stop=("say",), min_tokens=2)
+    await stream.read_resumed()
+    delta = stream.take(token(stream, 2))
+    assert delta is not None and (delta.finish, delta.text) == ("stop", "")

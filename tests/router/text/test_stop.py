@@ -75,6 +75,35 @@ def test_every_piece_comes_out_as_the_definition_has_it(stops, pieces, include, 
     assert matcher.flush() == definition.flush()
 
 
+@settings(max_examples=500)
+@given(stops=STOPS, pieces=PIECES, include=st.booleans(), first=st.integers(0, 16))
+def test_those_that_are_complete_in_the_first_pieces_are_text(stops, pieces, include, first):
+    """As vLLM has it for the text of min_tokens: one that begins in it and is complete behind it ends the text."""
+    matcher, text, passed = (
+        StopMatcher(StopStrings(stops), include),
+        "".join(pieces),
+        len("".join(pieces[:first])),
+    )
+    longest = max(map(len, stops), default=0)
+    shown = ""
+    for number, piece in enumerate(pieces):
+        shown += matcher.add(piece, ends=number >= first)
+        if number < first:
+            assert len("".join(pieces[: number + 1])) - len(shown) <= max(0, longest - 1), "held without need"
+    shown += matcher.flush()
+    ends = [
+        (begin + len(one), begin)
+        for one in filter(None, stops)
+        for begin in range(len(text))
+        if text.startswith(one, begin) and begin + len(one) > passed
+    ]
+    if ends:
+        end, begin = min(ends)
+        assert (matcher.found, shown) == (text[begin:end], text[: end if include else begin])
+    else:
+        assert (matcher.found, shown) == (None, text)
+
+
 def lines_of(function: Callable[[], Any]) -> int:
     """Number of lines of the automaton's code that run."""
     count = 0

@@ -77,8 +77,19 @@ def test_the_bytes_of_a_chats_tokens_make_the_character(text, tokens):
 def test_a_completions_tokens_are_named_apart(text, tokens):
     shown = whole(shape(CompletionShape, text), tokens)
     assert shown["tokens"][:3] == [" a", "bytes:\\xf0", "bytes:\\x9f"]
-    assert list(shown["top_logprobs"][0]) == ["bytes:\\xf0"]
+    assert shown["top_logprobs"][0] == {" a": -0.5, "bytes:\\xf0": -1.0}
     assert shown["text_offset"] == [0, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_completions_token_is_among_its_alternatives(text, tokens, count):
+    """Also one that is none of the k most probable ones, as at OpenAI; a chat's are these alone."""
+    sampling = common_pb2.SamplingParams(logprobs=True, top_logprobs=count)
+    shown = CompletionShape(Completion("id", "m", [1], sampling), text, 0, "id", False).logprobs(0, tokens)
+    for name, logprob, top in zip(
+        shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True
+    ):
+        assert top[name] == logprob and len(top) <= count + 1
 
 
 def test_offsets_go_on_from_chunk_to_chunk_of_each_choice(text, tokens):
