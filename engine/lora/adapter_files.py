@@ -105,7 +105,9 @@ def read_adapter(directory: Path, share: Share, stopped: threading.Event | None 
     digest.add_whole(raw_config)
     file = directory / WEIGHTS
     try:
-        size = _size(file, wanted, share.max_rank)  # before it is opened: a named pipe would wait for its writer
+        size = _size(
+            file, wanted, share.max_rank
+        )  # before it is opened: a named pipe would wait for its writer
         with file.open("rb") as opened:
             kept = _kept(opened, size, share, parsed, digest, stopped)
     except (OSError, ValueError) as error:
