@@ -123,7 +123,8 @@ class RequestGateway:
         asked = "" if asked is None else asked
         model = self._found(asked)
         if caller.models and isinstance(asked, str):
-            check_model_allowed(caller, asked, model.validator.limits.named(asked) if model else "")
+            limits = (model or self.first).validator.limits
+            check_model_allowed(caller, asked, limits.named(asked) if limits.may_name(asked) else "")
         return model
 
     def model(self, name: Any) -> ServedModel:
@@ -136,13 +137,21 @@ class RequestGateway:
         return next((one for one in self.further.values() if one.validator.limits.serves(name)), self.first)
 
     def _adapters_of(self, model: str) -> LoadedAdapters:
-        """Those that the model's workers have loaded."""
+        """Those that the model's workers have loaded, or are to load."""
         services = self.services
+        registered = (
+            (model, "") if model == self.config.served_name else (model,)
+        )  # none is the first model's
 
         def workers() -> Sequence[WorkerInfo]:
             return services.members.all
 
-        return LoadedAdapters(workers, lambda one: services.placement.eligibility.serves(one, model))
+        return LoadedAdapters(
+            workers,
+            lambda one: services.placement.eligibility.serves(one, model),
+            lambda: services.wanted_adapters.wanted,
+            lambda one: any(map(one.is_for, registered)),
+        )
 
     @property
     def models(self) -> list[ServedModel]:

@@ -46,8 +46,9 @@ class ServedModel:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The model's and its adapters', each with its parent; the model has none."""
-        return [(self.name, ""), *((adapter, self.name) for adapter in self.validator.limits.adapters())]
+        """The model's and those of adapters that workers have loaded, each with its parent; the model has none."""
+        adapters = self.validator.limits.adapters()
+        return [(self.name, ""), *((name, self.name) for name, digest in adapters.items() if digest)]
 
 
 def further_models(

@@ -90,7 +90,7 @@ class AdapterCalls:
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
         served = [one.validator.limits for one in self._gateway.models]
-        if name in served[0].accepted_names or any(name in limits.adapters() for limits in served):
+        if name in served[0].accepted_names or any(limits.adapters().get(name) for limits in served):
             raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
 
     def _check_one_digest(self, model: str, name: str) -> None:

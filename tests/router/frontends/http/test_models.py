@@ -16,7 +16,8 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from cluster.errors import InvalidRequestError, OverloadedError, UnknownModelError
+from cluster.errors import InvalidRequestError, OverloadedError, UnavailableError, UnknownModelError
+from cluster.membership.wanted_adapters import Wanted
 from cluster.security.keys import ANYONE, Caller, ModelLimits
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
@@ -26,6 +27,7 @@ from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from tests.router.request.adapter_workers import workers
 from tests.router.stub_model import stub_model
 from wire import inference_pb2 as pb
 
@@ -334,3 +336,46 @@ def test_bodies_of_one_model_take_at_most_half_of_the_budget(gateway: StubGatewa
         places[1].of_model("second")
         places[2].of_model("tiny")
     assert here.admission.bodies.held == len(here.admission.bodies._tenants) == 0
+
+
+def test_adapters_without_workers_are_not_listed_and_keep_to_their_model_and_keys(
+    gateway: StubGateway,
+) -> None:
+    text = gateway.first.text
+    several = StubGateway(text, {"models": gateway.config.models})
+    members = SimpleNamespace(all=[])
+    eligibility = SimpleNamespace(serves=lambda worker, model: (worker.served_model or "tiny") == model)
+    wanted = {
+        "both": Wanted("d", "1"),
+        "theirs": Wanted("d", "2", ("second",)),
+        "mine": Wanted("d", "3", ("",)),
+    }
+    several.services = cast(
+        Any,
+        SimpleNamespace(
+            members=members,
+            placement=SimpleNamespace(eligibility=eligibility),
+            wanted_adapters=SimpleNamespace(wanted=wanted),
+        ),
+    )
+    several.first = stub_model(several.config, text, adapters=several._adapters_of("tiny"))
+    several.further = further_models(several.config, {"second": text}, several._adapters_of)
+    assert {name: several.model(name).name for name in wanted} == {
+        "both": "tiny",
+        "theirs": "second",
+        "mine": "tiny",
+    }
+    for name in (*wanted, "no"):  # which may be of a worker's settings
+        with pytest.raises(UnavailableError, match="no worker"):
+            several.model(name).validator.limits.check_model(name)
+    assert [one.names for one in several.models] == [[("tiny", "")], [("second", "")]]
+    key = Caller("t", models=frozenset({"mine", "no"}))
+    assert several._allowed(key, "mine") is several.first and several._allowed(key, "no") is None
+    for name in ("theirs", "other", "tiny"):
+        with pytest.raises(UnknownModelError, match="has no access"):
+            several._allowed(key, name)
+    members.all = workers(())
+    with pytest.raises(UnknownModelError):
+        several._allowed(key, "no")
+    with pytest.raises(UnknownModelError):
+        several.model("no").validator.limits.check_model("no")
