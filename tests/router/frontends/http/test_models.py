@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import anthropic
 import httpx
+import orjson
 import pytest
 from starlette.requests import Request
 
@@ -23,7 +24,7 @@ from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
 from router.request import model_hint
-from router.request.served_model import further_models
+from router.request.served_model import NameWatch, further_models
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
@@ -379,3 +380,39 @@ def test_adapters_without_workers_are_not_listed_and_keep_to_their_model_and_key
         several._allowed(key, "no")
     with pytest.raises(UnknownModelError):
         several.model("no").validator.limits.check_model("no")
+
+
+def test_a_name_of_two_adapters_or_of_a_model_is_listed_once_and_logged_once(
+    gateway: StubGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers' settings may name adapters so; the list says to which of them a name leads."""
+    text, one, two = gateway.first.text, "1" * 32, "2" * 32
+    loaded = {"tiny": {"both": one, "two": one}, "second": {"both": two, "own": two, "tiny": two}}
+    several = StubGateway(text, {"models": gateway.config.models})
+    several.first = stub_model(several.config, text, adapters=lambda: loaded["tiny"])
+    several.further = further_models(several.config, {"second": text}, lambda name: lambda: loaded[name])
+    assert [(name, parent) for _, name, parent in several.listed()] == [
+        *(("tiny", ""), ("both", "tiny")),
+        *(("second", ""), ("own", "second")),
+    ]
+    assert [several.model(name).name for name in ("both", "two", "tiny", "own")] == [
+        *("tiny", "second", "tiny", "second"),
+    ]
+    views = Views.__new__(Views)
+    views._gateway, views._encoded_models = several, None
+    assert [shown["id"] for shown in orjson.loads(views._all()[1])["data"]] == [
+        "tiny",
+        "both",
+        "second",
+        "own",
+    ]
+    watch = NameWatch()
+    for _ in range(2):
+        watch.look(several.models)
+    loaded["second"] = {**loaded["second"], "more": two}
+    watch.look(several.models)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "adapter two of tiny gets no requests: its name is the name or an alias of a model",
+        "adapter both of second gets no requests: its name is that of an adapter of 'tiny'",
+        "adapter tiny of second gets no requests: its name is the name or an alias of a model",
+    ]
