@@ -146,6 +146,7 @@ class Router:
         """Health follows readiness, connections to workers that are gone are closed."""
         self._turned = time.monotonic()
         self.gateway.beat()
+        self.gateway.watch_names()
         self._grpc.show_ready(self.gateway.ready())
         workers = self._services.members.all
         self._services.channels.keep_only({worker.address for worker in workers})

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 RETRY_SECONDS = 30.0  # after an adapter could not be loaded
+START_SECONDS = 10.0  # for which a worker that starts waits for adapters
 Pairs = tuple[tuple[str, str], ...]  # name, digest
 _Key = tuple[str, Wanted]  # with the name
 
@@ -78,6 +79,7 @@ class AdapterChanges:
         # Held while wanted, loaded or published change; not while files are read
         self._changing = asyncio.Lock()
         self._stopped = False
+        self._followed = asyncio.Event()  # once
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
         # By lane, in the order in which they were found: readings that were given up while blocked
         self._blocked: dict[int, _Key] = {}
@@ -94,6 +96,12 @@ class AdapterChanges:
 
     async def follow(self) -> None:
         """Load and unload as Redis says, and read it again every LOOK_SECONDS; return once nothing is being loaded."""
+        try:
+            await self._follow()
+        finally:
+            self._followed.set()
+
+    async def _follow(self) -> None:
         tried: set[_Key] = set()
         try:
             if not await self._look():
@@ -120,6 +128,13 @@ class AdapterChanges:
             await self._give_up_all()
         if not self._stopped:
             await self._announce()
+
+    async def wait_followed(self) -> None:
+        """Until `follow` has ended once, for START_SECONDS at most: a worker that registered before would get requests
+        for the model alone, and in a rolling update none might be left with the adapters."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                await self._followed.wait()
 
     def stop(self) -> None:
         """Let `follow` return as soon as Redis has answered, whatever files are being read. It registers nothing more."""

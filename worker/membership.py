@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class Membership:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._registration: Registration | None = None
+        self._starting = threading.Lock()
         self._reporter: ChainReporter | None = None
         self._watches: list[RightsWatch] = []
 
@@ -52,15 +54,17 @@ class Membership:
         config = self.config
         if not config.redis_url:
             return
-        self._registration = Registration(
-            config.redis_url,
-            config.namespace,
-            self.identity.registration(self.locating.location()),
-            healthy=self.engine.responds,
-            status=self.status,
-            rejoin=lambda: self._on_loop(self.rejoin(), REJOIN_SECONDS),
-            on_drain=self.ending.ask_drain,
-        )
+        location = self.locating.location()
+        with self._starting:
+            self._registration = Registration(
+                config.redis_url,
+                config.namespace,
+                self.identity.registration(location),
+                healthy=self.engine.responds,
+                status=self.status,
+                rejoin=lambda: self._on_loop(self.rejoin(), REJOIN_SECONDS),
+                on_drain=self.ending.ask_drain,
+            )
         self._reporter = ChainReporter(
             config.redis_url,
             config.namespace,
@@ -85,8 +89,13 @@ class Membership:
             raise
 
     def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> bool:
-        """Register with these adapters. Blocks. Returns False if that has to be tried again."""
-        return self._registration is not None and self._registration.set_adapters(adapters)
+        """Register with these adapters; before `start`, let the first registration have them. Blocks. Returns False if
+        that has to be tried again."""
+        with self._starting:
+            if self._registration is None:
+                self.identity.adapters = adapters
+                return True
+        return self._registration.set_adapters(adapters)
 
     def report(self, hashes: list[bytes], held: int) -> None:
         """Report a prefix chain to the index. Any thread."""

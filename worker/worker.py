@@ -224,12 +224,13 @@ class Worker:
         self._telemetry.start([*collectors, *self._role.collectors()])
         if self._config.fault_orders is not None:
             self._self_check.start()
-        self._membership.start()
-        if self._engine.ranks.ray_head:
-            self.watch_ray_head(self._engine.ranks.ray_head)
         if self._adapters is not None:
             self._following = Periodic("loading adapters", LOOK_SECONDS, self._adapters.follow)
             self._following.start()
+            await self._adapters.wait_followed()
+        self._membership.start()
+        if self._engine.ranks.ray_head:
+            self.watch_ray_head(self._engine.ranks.ray_head)
         self._health.to(Phase.SERVING)
         await self._role.start()
 

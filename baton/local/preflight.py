@@ -38,6 +38,7 @@ def check(options: UpOptions) -> None:
     _check_ray(options)
     _check_files(options)
     _check_devices(options)
+    _check_adapter_names(options)
     for further in options.models:
         directory = (options.model if further is None else further.model).absolute()
         check_directory(directory, "--model" if further is None else f"--also {further.name}=")
@@ -118,6 +119,20 @@ def _check_devices(options: UpOptions) -> None:
             raise ConfigError(
                 f"--device {device}: this machine has no CUDA driver; use --device cpu", field="device"
             )
+
+
+def _check_adapter_names(options: UpOptions) -> None:
+    """Raise ConfigError for an adapter that no request would reach."""
+    router = options.router_config(0)
+    models = {*router.model_names, *router.all_aliases}
+    for role in sorted({role for role, _ in options.workers}):
+        for name, directory in options.worker_config(role).engine.adapter_directories.items():
+            if name in models:
+                raise ConfigError(
+                    f"--lora {name}={directory}: {name} is the name or an alias of a model, which its requests would "
+                    "reach: name the adapter otherwise",
+                    field="lora",
+                )
 
 
 def _check_worker(config: WorkerConfig, role: Role) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config.router import RouterConfig
-from cluster.errors import ContextLengthError, UnknownModelError
-from router.request.adapters import Adapters, no_adapters
+from cluster.errors import ContextLengthError, UnavailableError, UnknownModelError
+from router.request.adapters import Adapters, NoWorkers, no_adapters
 from router.text.tokenizer import ModelText
 
 MAX_SHOWN = 80  # characters of a client's value in an error
@@ -78,24 +78,46 @@ class FieldLimits:
 
     def named(self, model: str) -> str:
         """The name of the adapter, or of the model, that a name of this model means. Raises UnknownModelError."""
-        return model if self.adapter_of(model) else self.served_model
+        if self._is_own(model):
+            return self.served_model
+        if not self.may_be_adapter(model):
+            raise self._unknown(model)
+        return model
+
+    def may_name(self, model: str) -> bool:
+        """Whether it is a name of this model or adapter, or may be an adapter's."""
+        return self._is_own(model) or self.may_be_adapter(model)
+
+    def may_be_adapter(self, model: str) -> bool:
+        """Whether it is the name of an adapter, or could be one that no worker is there to name."""
+        found = self.adapters()
+        return model in found or isinstance(found, NoWorkers)
 
     def check_model(self, model: str) -> None:
-        """Raises UnknownModelError."""
+        """Raises what `adapter_of` does."""
         self.adapter_of(model)
 
     def adapter_of(self, model: str) -> str:
-        """The digest of the adapter of this name; "" for the served model. Raises UnknownModelError."""
+        """The digest of the adapter of this name; "" for the served model. Raises UnknownModelError, UnavailableError for
+        an adapter that no worker has now."""
         if self._is_own(model):
             return ""
         digest = self.adapters().get(model)
-        if digest is None:
-            served = ", ".join(map(repr, self.settings.model_names))
-            are = "are" if self.settings.models else "is"
-            raise UnknownModelError(
-                f"model: {model[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
+        if digest:
+            return digest
+        if self.may_be_adapter(model):
+            why = "no worker is available" if digest is None else "no worker has loaded this adapter now"
+            raise UnavailableError(
+                f"model: {model[:MAX_SHOWN]!r}: {why}", field="model", retry_after_seconds=1.0
             )
-        return digest
+        raise self._unknown(model)
+
+    def _unknown(self, model: str) -> UnknownModelError:
+        served = ", ".join(map(repr, self.settings.model_names))
+        are = "are" if self.settings.models else "is"
+        return UnknownModelError(
+            f"model: {model[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
+        )
 
     def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0, field: str = "prompt") -> None:
         """Check counts before anything iterates over the tokens: one may hold millions. `field`: that of the

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
@@ -14,6 +16,8 @@ from router.request.answer_plan import AnswerPlans
 from router.request.grammars import GrammarChecks
 from router.request.validator import Validator
 from router.text.tokenizer import ModelText
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,9 @@ class ServedModel:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The model's and its adapters', each with its parent; the model has none."""
-        return [(self.name, ""), *((adapter, self.name) for adapter in self.validator.limits.adapters())]
+        """The model's and those of adapters that workers have loaded, each with its parent; the model has none."""
+        adapters = self.validator.limits.adapters()
+        return [(self.name, ""), *((name, self.name) for name, digest in adapters.items() if digest)]
 
 
 def further_models(
@@ -66,3 +71,41 @@ def further_models(
             model = ServedModel.of(own, texts[name], adapters_of(name))
             found.update(dict.fromkeys((name, *own.model_aliases), model))
     return found
+
+
+def listed(models: Sequence[ServedModel]) -> list[tuple[ServedModel, str, str]]:
+    """Each model's name and those of its adapters, with their parents. A name is listed once, at that to which it leads: a
+    model before an adapter, an adapter of an earlier model before one of a later."""
+    return [(one, name, parent) for one, name, parent, hidden in _names(models) if not hidden]
+
+
+def _names(models: Sequence[ServedModel]) -> list[tuple[ServedModel, str, str, str]]:
+    """And what hides the name, if anything does."""
+    taken = dict.fromkeys(models[0].validator.limits.accepted_names, "is the name or an alias of a model")
+    found = []
+    for one in models:
+        for name, parent in one.names:
+            found.append((one, name, parent, taken.get(name, "") if parent else ""))
+            taken.setdefault(name, f"is that of an adapter of {one.name!r}")
+    return found
+
+
+class NameWatch:
+    """Logs, once, adapters that no request reaches: workers' settings may give them a name that is another's."""
+
+    def __init__(self) -> None:
+        self._seen: list[Mapping[str, str]] = []
+        self._hidden: set[tuple[str, str]] = set()  # name and model
+
+    def look(self, models: Sequence[ServedModel]) -> None:
+        seen = [one.validator.limits.adapters() for one in models]
+        if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
+            return
+        found = {(name, parent): hidden for _, name, parent, hidden in _names(models) if hidden}
+        for (name, parent), hidden in found.items():
+            if (name, parent) not in self._hidden:
+                log.warning(
+                    "adapter %s of %s gets no requests: its name %s; name it otherwise in its workers' lora",
+                    *(name, parent, hidden),
+                )
+        self._seen, self._hidden = seen, {*found}

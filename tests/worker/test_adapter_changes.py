@@ -327,3 +327,21 @@ async def test_adapters_stay_in_an_emptied_redis(world, redis_url, namespace, mo
     assert world.published[1:] == [(("fixed", "fixed"),)]
     reader.close()
     await entries.close()
+
+
+async def test_a_worker_waits_for_its_first_adapters_and_not_for_ever(world, monkeypatch):
+    """Files that hang, or a Redis that does not answer, keep no worker from serving its model."""
+    world.wanted = {"x": Wanted("a", "1")}
+    world.runner.slow["a"] = 2
+    following = asyncio.create_task(world.changes.follow())
+    await world.changes.wait_followed()
+    assert world.published == [(("fixed", "fixed"), ("x", "a"))]
+    await following
+    monkeypatch.setattr("worker.adapters.START_SECONDS", 0.05)
+    hanging = World(world.changes._directory)
+    hanging.wanted, hanging.runner.slow["b"] = {"y": Wanted("b", "1")}, 10**9
+    following = asyncio.create_task(hanging.changes.follow())
+    await hanging.changes.wait_followed()
+    assert not following.done() and not hanging.published
+    hanging.changes.stop()
+    await following

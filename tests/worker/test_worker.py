@@ -132,6 +132,12 @@ async def test_a_worker_that_spans_nodes_names_no_pod(registered):
     assert registered(2).info.pod == Pod()
 
 
+async def test_the_first_registration_has_the_adapters_that_were_loaded_before_it(worker, registered):
+    assert registered(1).info.adapters == ()
+    assert worker[0]._membership.set_adapters((("later", "d"),))
+    assert registered(1).info.adapters == (("later", "d"),)
+
+
 async def test_health_can_be_watched(worker):
     async with grpc.aio.insecure_channel(worker[0].address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)

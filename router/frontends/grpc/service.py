@@ -227,8 +227,7 @@ class InferenceService:
                     embedding=_embedding(one),
                     embedding_reason=one.text.embedding_refusal,
                 )
-                for one in self._gateway.models
-                for name, parent in one.names
+                for one, name, parent in self._gateway.listed()
                 if caller.may_name(name)
             ]
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)

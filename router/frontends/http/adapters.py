@@ -24,7 +24,7 @@ from cluster.errors import (
     UnknownModelError,
 )
 from cluster.membership import adapter_refusals
-from cluster.membership.types import WorkerInfo
+from cluster.membership.types import Lease, WorkerInfo
 from cluster.membership.wanted_adapters import Wanted, check_path
 from router.gateway import RequestGateway
 from router.request.limits import MAX_SHOWN
@@ -51,6 +51,8 @@ class AdapterCalls:
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
         await gateway.services.members.refresh_status()
+        if not self._live([model]):
+            raise UnavailableError(f"no worker of {model!r} is available to load it", retry_after_seconds=1.0)
         self._check_directories(model)
         try:
             wanted = await gateway.services.wanted_adapters.add(name, path, self._registered(model))
@@ -58,10 +60,11 @@ class AdapterCalls:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
         try:
             await self._wait(
-                [model],
+                lambda: self._live([model]),
                 lambda worker: name in dict(worker.adapters),
                 f"have loaded {name!r}",
                 lambda worker: _check_not_refused(worker, name, wanted),
+                least=1,
             )
         except AdapterRefusedError:
             await self._take_back(name, wanted)
@@ -90,7 +93,7 @@ class AdapterCalls:
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
         served = [one.validator.limits for one in self._gateway.models]
-        if name in served[0].accepted_names or any(name in limits.adapters() for limits in served):
+        if name in served[0].accepted_names or any(limits.adapters().get(name) for limits in served):
             raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
 
     def _check_one_digest(self, model: str, name: str) -> None:
@@ -120,9 +123,13 @@ class AdapterCalls:
                 f"lora_name: no adapter{of} of this name was loaded by a call; those of the workers' settings stay",
                 field="lora_name",
             )
-        if models:  # else it was another router's, which sees those workers
-            given_up = f"have given up {name[:MAX_NAME]!r}"
-            await self._wait(models, lambda worker: name not in dict(worker.adapters), given_up)
+        await self._gateway.services.members.refresh_status()
+        # None: the model has no workers, or it was another router's, which sees those workers. A suspect one may come back
+        await self._wait(
+            lambda: self._live(models, ("live", "suspect")),
+            lambda worker: name not in dict(worker.adapters),
+            f"have given up {name[:MAX_NAME]!r}",
+        )
         return JSONResponse({"id": name})
 
     def _model(self, asked: str | None) -> str:
@@ -159,27 +166,28 @@ class AdapterCalls:
         registered = {name: self._registered(name) for name in names}
         return [name for name, own in registered.items() if not own or {*own} & {*wanted.serving}]
 
-    def _live(self, models: Sequence[str]) -> Sequence[WorkerInfo]:
+    def _live(self, models: Sequence[str], leases: Sequence[Lease] = ("live",)) -> Sequence[WorkerInfo]:
         """Workers of these models that are ready."""
         services = self._gateway.services
-        ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+        ready = [one for one in services.members.all if one.state == "ready" and one.lease in leases]
         serves = services.placement.eligibility.serves
         return [one for one in ready if any(serves(one, model) for model in models)]
 
     async def _wait(
         self,
-        models: Sequence[str],
+        of: Callable[[], Sequence[WorkerInfo]],
         done: Callable[[WorkerInfo], bool],
         what: str,
         check: Callable[[WorkerInfo], None] = lambda worker: None,
+        least: int = 0,
     ) -> None:
-        """`check`: of those that are not done. Raises DeadlineError, UnavailableError, and what `check` does."""
-        self._gateway.services.check_any_worker()
+        """Until all workers are done, and as many as `least`. `check`: of those that are not. Raises DeadlineError, and
+        what `check` does."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            workers = self._live(models)
+            workers = of()
             count = sum(map(done, workers))
-            if workers and count == len(workers):
+            if least <= count == len(workers):
                 return
             for worker in workers:
                 if not done(worker):

@@ -117,15 +117,12 @@ class Views:
         served = self._gateway.models
         adapters = [one.validator.limits.adapters() for one in served]
         if self._encoded_models is None or self._encoded_models[0] != adapters:
-            models = []
-            for one in served:
-                shown = _model(one, self._gateway.created_unix_seconds)
-                own = {key: value for key, value in shown.items() if key != "aliases"}
-                models += [shown, *({**own, "id": name, "parent": up} for name, up in one.names[1:])]
-            of_name: dict[str, bytes] = {}
-            for model in models:
-                of_name.setdefault(str(model["id"]), orjson.dumps(model))
-            self._encoded_models = adapters, of_name, _list(map(orjson.dumps, models))
+            models, shown = [], {one.name: _model(one, self._gateway.created_unix_seconds) for one in served}
+            for one, name, parent in self._gateway.listed():
+                own = {key: value for key, value in shown[one.name].items() if key != "aliases"}
+                models.append({**own, "id": name, "parent": parent} if parent else shown[name])
+            of_name = {str(model["id"]): orjson.dumps(model) for model in models}
+            self._encoded_models = adapters, of_name, _list(of_name.values())
         return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:

@@ -165,3 +165,15 @@ def test_options_ask_for_the_place_alone(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json there") as refused:
         check_directory(tmp_path, "--also b=")
     assert refused.value.field == "also"
+
+
+@pytest.mark.parametrize("name", ["base", "large", "second"])
+def test_an_adapter_with_the_name_of_a_model(name, model):
+    """Requests for it would reach that model."""
+    router = {"served_model_name": "base", "model_aliases": ["large"]}
+    engine = {"lora": [f"{name}=/adapters/x"]}
+    options = UpOptions(
+        model, pool="process", router=router, worker={"engine": engine}, also=[f"second={model}"]
+    )
+    with pytest.raises(ConfigError, match=f"--lora {name}=/adapters/x: {name} is the name or an alias"):
+        preflight.check(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnavailableError, UnknownModelError
+from cluster.membership.wanted_adapters import Wanted
 from cluster.protocol.block_hash import make_salt
 from router.dispatch.exclusions import WithoutAdapter, exclusions
 from router.dispatch.services import Services
 from router.frontends.http.adapters import AdapterCalls
 from router.placement.types import Reason
-from router.request.adapters import LoadedAdapters, digests
+from router.request.adapters import LoadedAdapters, NoWorkers, digests
 from router.request.completion import Completion
 from router.request.options import GenerationOptions
 from router.request.resume_tickets import Tickets
@@ -25,7 +27,7 @@ from tests.router.request.adapter_workers import workers
 OLD, NEW = "0" * 32, "1" * 32
 
 
-def completion(model: str, known: dict[str, str]) -> Completion:
+def completion(model: str, known: Mapping[str, str]) -> Completion:
     text: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={}, has_head=True)
     config = RouterConfig(model="base", secret="x" * 16)  # type: ignore[arg-type]
     validator = Validator(config, text, lambda: known)
@@ -59,6 +61,68 @@ def test_most_ready_workers_decide_what_a_name_means():
     view[0] = some[:1]
     assert loaded() == {"a": OLD}
     assert LoadedAdapters(lambda: some, lambda worker: worker.worker_id == "w2")() == {"a": NEW}
+
+
+class Deployment:
+    """What a model's router sees."""
+
+    def __init__(self, *adapters: tuple[tuple[str, str], ...]):
+        self.workers = workers(*adapters)
+        self.wanted: Mapping[str, Wanted] = {}
+        self.loaded = LoadedAdapters(
+            lambda: self.workers,
+            lambda one: one.served_model == "",
+            lambda: self.wanted,
+            lambda one: one.is_for("m"),
+        )
+
+    def change(self, **changes: Any) -> None:
+        self.workers = [replace(one, **changes) for one in self.workers]
+
+    def refused(self, name: str) -> type[Exception] | None:
+        found: UnavailableError | UnknownModelError | None = None
+        try:
+            completion(name, self.loaded())
+        except (UnavailableError, UnknownModelError) as error:
+            found = error
+        if found is None:
+            return None
+        assert found.field == "model"
+        assert (found.retry_after_seconds > 0) == isinstance(found, UnavailableError)
+        return type(found)
+
+
+def test_a_wanted_adapter_that_no_worker_has_is_unavailable():
+    """Its workers have restarted, and have not read it yet; for clients it comes back, as its model does."""
+    seen = Deployment((("a", OLD),))
+    seen.wanted = {"a": Wanted("d", "1"), "b": Wanted("d", "2", ("m",)), "c": Wanted("d", "3", ("other",))}
+    assert [seen.refused(name) for name in "abc"] == [None, UnavailableError, UnknownModelError]
+    seen.change(adapters=(), epoch=8)
+    assert [seen.refused(name) for name in "abc"] == [UnavailableError, UnavailableError, UnknownModelError]
+    seen.wanted = {}  # by a call
+    assert seen.refused("a") == UnknownModelError
+
+
+@pytest.mark.parametrize("gone", ["draining", "left"])
+def test_without_workers_any_name_may_come_back(gone):
+    seen = Deployment((("a", OLD),))
+    assert [seen.refused(name) for name in ("", "a", "b")] == [None, None, UnknownModelError]
+    seen.workers = [replace(one, state="draining") for one in seen.workers if gone == "draining"]
+    assert [seen.refused(name) for name in ("", "base", "a", "b")] == [
+        *(None, None),  # placement waits for a worker
+        *(UnavailableError, UnavailableError),
+    ]
+    assert isinstance(seen.loaded(), NoWorkers) and seen.loaded() == {"a": ""}
+
+
+def test_a_model_without_workers_keeps_the_names_of_its_adapters():
+    """Beside another one that has some, and no other names: nothing may ever come of those."""
+    seen = Deployment((("a", OLD),))
+    assert seen.loaded() == {"a": OLD}
+    seen.change(served_model="other", adapters=())
+    assert [seen.refused(name) for name in "ab"] == [UnavailableError, UnknownModelError]
+    seen.change(served_model="")
+    assert seen.refused("a") == UnknownModelError
 
 
 def test_a_load_that_gave_workers_different_files_is_no_success():

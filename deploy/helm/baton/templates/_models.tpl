@@ -115,6 +115,16 @@
 {{- include "baton.checkConfigs" $one }}
 {{- include "baton.checkRouter" $one }}
 {{- end }}
+{{- /* router/request/served_model.py: requests would reach the model, or the adapter of the model before. */}}
+{{- range $one := $all.roots }}
+{{- $where := ternary (printf "models[%s].model.adapters.load" $one.key) "model.adapters.load" (hasKey $one "key") }}
+{{- range $name, $directory := $one.Values.model.adapters.load }}
+{{- if has $name $names }}
+{{- fail (printf "%s: the name %s is another adapter's, a model's or an alias too: every name leads to one of them, change one" $where $name) }}
+{{- end }}
+{{- $names = append $names $name }}
+{{- end }}
+{{- end }}
 {{- if and .Values.models .Values.autoscaling.enabled (gt (int $least) (int .Values.autoscaling.gpuBudget)) }}
 {{- fail (printf "autoscaling.gpuBudget = %d, and the smallest pools of all models need %d: raise it, or lower minReplicas" (int .Values.autoscaling.gpuBudget) (int $least)) }}
 {{- end }}

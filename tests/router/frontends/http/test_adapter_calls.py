@@ -15,11 +15,12 @@ from cluster.errors import (
     DeadlineError,
     InvalidRequestError,
     ModelError,
+    UnavailableError,
     UnknownModelError,
 )
 from cluster.membership.adapter_refusals import MOST, Refusal, decode, encode
 from cluster.membership.status import WorkerStatus
-from cluster.membership.types import WorkerInfo
+from cluster.membership.types import Lease, WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
 from router.frontends.http.adapters import AdapterCalls
 from router.request.adapters import LoadedAdapters
@@ -41,6 +42,8 @@ class Cluster:
         self.entries: dict[str, Wanted] = {}
         self.served = ("", "second")
         self.statuses: dict[str, WorkerStatus] = {}  # by the workers' served_model
+        self.gone: set[str] = set()  # served_model of workers that have left
+        self.leases: dict[str, Lease] = {}  # by served_model
         self.loads = True
         members = SimpleNamespace(all=[], refresh_status=self.refresh_status)
         self.members = members
@@ -49,7 +52,6 @@ class Cluster:
             members=members,
             placement=SimpleNamespace(eligibility=SimpleNamespace(serves=serves)),
             wanted_adapters=self,
-            check_any_worker=lambda: None,
         )
         self.gateway.services = services
 
@@ -73,8 +75,14 @@ class Cluster:
             for served in self.served
         ]
         self.members.all = [
-            replace(one, served_model=served, status=self.statuses.get(served, WorkerStatus()))
+            replace(
+                one,
+                served_model=served,
+                status=self.statuses.get(served, WorkerStatus()),
+                lease=self.leases.get(served, "live"),
+            )
             for one, served in zip(workers(*pairs), self.served, strict=True)
+            if served not in self.gone
         ]
 
     async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> Wanted:
@@ -235,3 +243,35 @@ async def test_a_router_of_one_model_needs_no_name(text):
     await cluster.call("load", lora_name="b", lora_path="p", model="tiny")
     assert cluster.loaded == {"": ["a", "b"], "second": ["a", "b"]}
     assert await cluster.call("unload", lora_name="a", model="tiny") == {"id": "a"}
+
+
+@pytest.mark.parametrize("several", [True, False])
+async def test_nothing_stays_in_force_of_a_load_without_workers(text, several):
+    """The next call would find its name taken, and workers that come later would load what was answered with 503."""
+    cluster = Cluster(text, several=several)
+    cluster.gone = {"second"} if several else {*cluster.served}
+    named = {"model": "second"} if several else {}
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="is available to load it") as caught:
+            await cluster.call("load", lora_name="a", lora_path="p", **named)
+        assert caught.value.retry_after_seconds > 0 and not cluster.entries
+
+
+@pytest.mark.parametrize("lease", [None, "dead"])
+async def test_an_unload_waits_for_no_workers_that_are_gone(text, lease):
+    cluster = Cluster(text)
+    await cluster.call("load", lora_name="a", lora_path="p", model="second")
+    cluster.gone, cluster.leases = ({"second"}, {}) if lease is None else (set(), {"second": lease})
+    assert await cluster.call("unload", lora_name="a") == {"id": "a"}
+    assert not cluster.entries
+
+
+async def test_an_unload_waits_for_a_worker_that_may_come_back(text):
+    cluster = Cluster(text)
+    await cluster.call("load", lora_name="a", lora_path="p", model="second")
+    cluster.leases = {"second": "suspect"}
+    before = cluster.follow
+    cluster.follow = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="0 of 1 workers have given up 'a'"):
+        await cluster.call("unload", lora_name="a")
+    cluster.follow = before  # type: ignore[method-assign]

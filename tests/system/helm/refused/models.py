@@ -31,6 +31,32 @@ REFUSED: Refusals = {
         "models[small].model.adapters.source is set and models[small].model.adapters.slots is 0",
         "set slots",
     ),
+    "an adapter named as a model": (
+        {"model": {"servedName": "big", "adapters": {"slots": 1, "source": "pvc://a", "load": {"big": "x"}}}},
+        "model.adapters.load: the name big is another adapter's, a model's or an alias too",
+        "change one",
+    ),
+    "an adapter named as a further model's alias": (
+        _with_small(
+            {"aliases": ["tiny"]},
+            model={"adapters": {"slots": 1, "source": "pvc://a", "load": {"tiny": "x"}}},
+        ),
+        "model.adapters.load: the name tiny is another adapter's, a model's or an alias too",
+        "change one",
+    ),
+    "an adapter's name at two models": (
+        _with_small(
+            {
+                "model": {
+                    "source": "file:///small",
+                    "adapters": {"slots": 1, "source": "pvc://b", "load": {"sql": "y"}},
+                }
+            },
+            model={"adapters": {"slots": 1, "source": "pvc://a", "load": {"sql": "x"}}},
+        ),
+        "models[small].model.adapters.load: the name sql is another adapter's",
+        "change one",
+    ),
     "a name of two models": (
         _with_small({"aliases": ["big"]}, model={"servedName": "big"}),
         "models[small]: the name big is another model's too",
