@@ -66,7 +66,9 @@ class Router:
         self._services = _services(config, registry, inside)
         self._loop_lag = LoopLag()
         registry.add(cluster.collectors(self._services, self._loop_lag.seconds))
-        self._keys = ApiKeys(config.api_keys_file, aliases=config.models_by_alias())
+        self._keys = ApiKeys(
+            config.api_keys_file, aliases=config.models_by_alias(), models=config.model_names
+        )
         metrics = RouterMetrics(registry, config.model_names)
         self.gateway = RequestGateway(self._services, metrics, self._keys, member)
         self._member = member

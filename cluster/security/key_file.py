@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from cluster.security.keys import ANYONE, Caller, KeyEntry, KeyRing
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 16 << 20
 POLL_SECONDS = 1.0
+SHOWN_NAMES = 5
 
 
 def read_keys(path: Path) -> KeyRing:
@@ -61,10 +62,13 @@ class ApiKeys:
         path: Path | None,
         clock: Callable[[], float] = time.time,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        models: Collection[str] = (),
     ):
-        """`aliases`: models by their further names, under which an entry would have no effect. Raises ConfigError."""
+        """`aliases`: models by their further names, under which an entry would have no effect. `models`: by their names;
+        what `model_limits` says of others has none either, but routers of other models may read the same file. Raises
+        ConfigError."""
         self._path = path
-        self._aliases = aliases
+        self._aliases, self._models = aliases, models
         self._clock = clock
         self._ring = KeyRing([])
         self._seen: tuple[int, int, int] | None = None
@@ -82,7 +86,22 @@ class ApiKeys:
                     "use that one",
                     field="api_keys_file",
                 )
+        self._warn_of_limits(path, ring)
         return ring
+
+    def _warn_of_limits(self, path: Path, ring: KeyRing) -> None:
+        named = {name: number for number, field, name in ring.named_models() if field == "model_limits"}
+        unknown = [name for name in named if self._models and name not in self._models]
+        if unknown:
+            shown = ", ".join(f"{name!r} (entry {named[name]})" for name in unknown[:SHOWN_NAMES])
+            log.warning(
+                "%s: model_limits of %d names have no effect at this router, which serves no model of that name: %s%s; "
+                "requests for an adapter count for its model",
+                path,
+                len(unknown),
+                shown,
+                ", …" if len(unknown) > SHOWN_NAMES else "",
+            )
 
     @property
     def on(self) -> bool:

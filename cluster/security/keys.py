@@ -103,8 +103,8 @@ class KeyEntry(Frozen):
     model_limits: dict[ModelName, ModelLimits] = no_flag(
         {},
         max_length=MAX_MODELS,
-        description="limits of the tenant on single models, by name, not an alias: max_concurrent_requests, "
-        "requests_per_minute, tokens_per_minute",
+        description="limits of the tenant on single models, by name, not an alias, nor an adapter's, whose requests count "
+        "for its model: max_concurrent_requests, requests_per_minute, tokens_per_minute",
     )
 
     @field_validator("expires_at")

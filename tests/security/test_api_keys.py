@@ -138,6 +138,22 @@ def test_an_alias_in_the_file_is_refused_as_it_would_change_nothing(tmp_path, na
     assert ApiKeys(file).on, "a router without that alias"
 
 
+def test_limits_under_a_name_that_is_no_model_s_are_warned_of(tmp_path, caplog):
+    """Such as an adapter's, whose requests count for its model: the entry was read, and limited nothing."""
+    file, one = tmp_path / "keys.json", {"max_concurrent_requests": 1}
+    named = {"model_limits": {"m": one, "second": one, "tuned": one}, "models": ["m", "other"]}
+    file.write_text(json.dumps([new_key("acme", **named)[1].model_dump(mode="json")]))
+    models = RouterConfig(
+        model=Path("/m"), models=(FurtherModel(name="second", model=Path("/b")),)
+    ).model_names
+    assert ApiKeys(file, models=models).on
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "model_limits of 1 names have no effect" in said and "'tuned' (entry 1)" in said
+    caplog.clear()
+    assert ApiKeys(file, models=(*models, "tuned")).on and ApiKeys(file).on
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
 def test_http_asks_for_a_key_in_openais_form(router, keys):
     key = keys.add("acme")
     url = f"{router.http}/v1/completions"

@@ -172,7 +172,7 @@ class InferenceService:
         costly = kind != "token_ids" or options.asked_grammar is not None
         resumed = bool(request.resume_ticket)
         async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
-            prompt = await self._prompt(request, caller, options.asked_grammar)
+            prompt = await self._prompt(request, model, caller, options.asked_grammar)
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.field)
             check_allowed(made, caller)
@@ -195,7 +195,7 @@ class InferenceService:
             if request.WhichOneof("prompt") is None:
                 raise InvalidRequestError("prompt: is missing; send text or chat", field="prompt")
             async with self._gateway.counted(caller, model.name):
-                answer = self._tokenized(await self._prompt(request, caller, None))
+                answer = self._tokenized(await self._prompt(request, model, caller, None))
                 del request
             place.body.hold_answer(len(answer), place.model)
             await self._answer(answer, context)
@@ -233,10 +233,14 @@ class InferenceService:
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 
     async def _prompt(
-        self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller, asked: RequestedGrammar | None
+        self,
+        request: pb.GenerateRequest | pb.TokenizeRequest,
+        model: ServedModel,
+        caller: Caller,
+        asked: RequestedGrammar | None,
     ) -> ChatPrompt:
-        """Token ids of a text or a conversation, and how it is answered."""
-        model = self._gateway.model(request.model)
+        """Token ids of a text or a conversation for a model, and how it is answered. The model that a name leads to may
+        have changed since the request was read: an adapter's workers unload it."""
         if request.WhichOneof("prompt") == "chat":
             limits = model.validator.limits
             chat = request.chat
@@ -246,7 +250,7 @@ class InferenceService:
                     lambda: read_conversation(chat, limits),
                     size_of(chat),
                     asked,
-                    model=request.model,
+                    model=model.name,
                     tenant=caller.tenant,
                     field="chat",
                 )
@@ -254,7 +258,7 @@ class InferenceService:
             await model.grammars.check(caller.tenant, asked)
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
             return ChatPrompt(request.token_ids.ids, AnswerPlan(grammar=asked))
-        tokens = await self._gateway.encode(request.text, model=request.model, tenant=caller.tenant)
+        tokens = await self._gateway.encode(request.text, model=model.name, tenant=caller.tenant)
         return ChatPrompt(tokens, AnswerPlan(grammar=asked))
 
 

@@ -33,7 +33,7 @@ from router.request.options import Flag, TokenId
 from router.request.served_model import ServedModel
 
 # Makes the body of the answer. Raises BatonError.
-Answer: TypeAlias = Callable[[Mapping[str, Any], Caller], Awaitable[bytes]]
+Answer: TypeAlias = Callable[[Mapping[str, Any], ServedModel, Caller], Awaitable[bytes]]
 
 
 def _tokens(value: object, info: ValidationInfo) -> list[int]:
@@ -98,7 +98,7 @@ class Tokenizing:
                 model.validator.limits.check_model(asked)  # else another model's limits would count it
             asked_id = request_id(request)
             async with gateway.counted(caller, model.name):
-                made = await answer(body, caller)
+                made = await answer(body, model, caller)
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
             del body
             response = Response(made, media_type="application/json", headers=shown)
@@ -110,8 +110,7 @@ class Tokenizing:
     async def detokenize(self, request: Exchange) -> None:
         await self.answer(request, self._text)
 
-    async def _tokens(self, body: Mapping[str, Any], caller: Caller) -> bytes:
-        model = self._gateway.model(body.get("model"))
+    async def _tokens(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
         read = self._of_chat if "messages" in body else self._of_text
         prompt, strings = await read(body, model, caller)
         tokens = prompt.tokens
@@ -147,8 +146,7 @@ class Tokenizing:
         kept = options.kept(prompt.tokens, limits.max_model_len)
         return replace(prompt, tokens=kept), bool(options.return_token_strs)
 
-    async def _text(self, body: Mapping[str, Any], caller: Caller) -> bytes:
-        model = self._gateway.model(body.get("model"))
+    async def _text(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
         options = read_request(DetokenizeRequest, body, model.validator.limits)
         text = await self._gateway.decode(
             options.tokens, model=model.name, tenant=caller.tenant, field="tokens"

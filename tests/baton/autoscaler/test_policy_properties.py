@@ -136,6 +136,48 @@ def test_the_model_furthest_from_its_need_gets_the_next_replica_and_may_get_one_
     assert [one.target for one in share_out(7, [idle, busy, busiest], True)] == [2, 2, 2]
 
 
+def test_replicas_move_only_if_the_other_pool_gets_one_by_it() -> None:
+    """A pool of replicas with one GPU gave up all but its need to one whose replicas have 8, which got none."""
+
+    def small(before: int, draining: int = 0) -> Claim:
+        steady = PoolTarget(before, Reason.STEADY)
+        return Claim("decode", steady, before, before + draining, draining, 1, 4, 0, 1)
+
+    large = Claim("decode", PoolTarget(2, Reason.DECODE_LOAD), 1, 1, 0, 1, 2, 0, 8)
+    assert [one.target for one in share_out(16, [small(8), large], True)] == [8, 1], "it can spare 4"
+    late = replace(small(8), late=3, ready=5)
+    assert [one.target for one in share_out(16, [late, large], False)] == [8, 1], "3 overdue ones are too few"
+    moved = share_out(20, [small(12), large], True)
+    assert [(one.target, one.reason) for one in moved] == [(4, Reason.BUDGET), (1, Reason.BUDGET)]
+    # While they drain they are kept for it, and no more is taken.
+    for draining in (8, 3):
+        going = replace(small(4), draining=draining, want=PoolTarget(6, Reason.DECODE_LOAD))
+        other = Claim("decode", PoolTarget(3, Reason.DECODE_LOAD), 2, 2, 0, 1, 2, 0, 1)
+        assert [one.target for one in share_out(22, [going, large, other], True)] == [4, 1, 2]
+    assert [one.target for one in share_out(20, [small(4), large], True)] == [4, 2]
+
+
+def test_another_short_pool_gets_a_replica_where_the_neediest_can_get_none() -> None:
+    idle = Claim("decode", PoolTarget(5, Reason.STEADY), 5, 5, 0, 1, 2, 0, 1)
+    large = Claim("decode", PoolTarget(2, Reason.DECODE_LOAD), 1, 1, 0, 1, 4, 0, 8)
+    busy = Claim("prefill", PoolTarget(4, Reason.PREFILL_LOAD), 3, 3, 0, 1, 4, 0, 1)
+    assert [one.target for one in share_out(16, [idle, large, busy], True)] == [4, 1, 3]
+
+
+@given(all_claims=st.lists(claims, min_size=2, max_size=6), spare=st.integers(0, 20))
+def test_what_moves_suffices_for_a_replica_of_a_short_pool(all_claims: list[Claim], spare: int) -> None:
+    budget = sum(one.gpus_held(one.before) for one in all_claims) + spare
+    before, moved = (share_out(budget, all_claims, may_move) for may_move in (False, True))
+    if [one.target for one in before] != [one.target for one in moved]:
+        free = budget - sum(one.gpus * share.target for one, share in zip(all_claims, moved, strict=True))
+        short = [
+            one.gpus
+            for one, share in zip(all_claims, moved, strict=True)
+            if share.target < one.want.target and share.target >= one.before
+        ]
+        assert short and free >= min(short)
+
+
 @given(offered=st.floats(0, 40), service=st.floats(0.05, 5), wait=st.floats(0.05, 20))
 def test_enough_is_enough_and_one_less_is_not(offered: float, service: float, wait: float) -> None:
     n = replicas_for(offered, service, wait, 0.01)

@@ -30,6 +30,7 @@ from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.grammars import RequestedGrammar
 from router.request.permissions import check_allowed
+from router.request.served_model import ServedModel
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
 # What errors of a conversation and of its options call by a chat's names
@@ -74,9 +75,8 @@ class Messages:
             envelope = Envelope(request_id(request) or shown_id, options.model, options.cache_salt or "")
             with renamed(_NAMES, _PARTS):
                 async with gateway.preparing(caller, model.name):
-                    prompt = await self._prompt(
-                        options, body, options.asked_grammar, caller, envelope.cache_salt
-                    )
+                    asked = options.asked_grammar
+                    prompt = await self._prompt(options, body, model, asked, caller, envelope.cache_salt)
                     room = model.validator.limits.max_model_len - len(prompt.tokens)
                     if fills := 0 < room < options.max_tokens:
                         options = options.filling_context()
@@ -89,23 +89,22 @@ class Messages:
 
         return read
 
-    async def _counted(self, body: Mapping[str, Any], caller: Caller) -> bytes:
-        limits = self._gateway.model(body.get("model")).validator.limits
-        options = read_request(CountTokensRequest, body, limits)
+    async def _counted(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
+        options = read_request(CountTokensRequest, body, model.validator.limits)
         with renamed(_NAMES, _PARTS):
-            prompt = await self._prompt(options, body, None, caller, "")
+            prompt = await self._prompt(options, body, model, None, caller, "")
         return orjson.dumps({"input_tokens": len(prompt.tokens)})
 
     async def _prompt(
         self,
         options: ConversationFields,
         body: Mapping[str, Any],
+        model: ServedModel,
         asked: RequestedGrammar | None,
         caller: Caller,
         cache_salt: str,
     ) -> ChatPrompt:
         """Render and tokenise the conversation. Raises InvalidRequestError, ContextLengthError."""
-        model = self._gateway.model(options.model)
         limits = model.validator.limits
         text = body.text if isinstance(body, KeptBody) else b""
         return await self._gateway.converse(

@@ -20,6 +20,7 @@ from router.frontends.http.serving import Admit, ParsedRequest, request_id
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.permissions import check_allowed
+from router.request.served_model import ServedModel
 from router.request.validator import Envelope
 from router.text.conversation import Conversation
 
@@ -39,7 +40,7 @@ class Responses(CreatingEndpoint):
         envelope = Envelope(request_id(request), options.model, options.cache_salt or "")
         with renamed(_NAMES, _PARTS):
             async with gateway.preparing(caller, model.name):
-                prompt = await self._prompt(options, caller, envelope.cache_salt)
+                prompt = await self._prompt(options, model, caller, envelope.cache_salt)
                 completion = model.validator.completion(
                     prompt.tokens, options, envelope, prompt.plan, prompt.field
                 )
@@ -51,11 +52,12 @@ class Responses(CreatingEndpoint):
             [completion], bool(options.stream), form, arrival, echo, kept_whole=shape.logprobs
         )
 
-    async def _prompt(self, options: ResponseRequest, caller: Caller, cache_salt: str) -> ChatPrompt:
+    async def _prompt(
+        self, options: ResponseRequest, model: ServedModel, caller: Caller, cache_salt: str
+    ) -> ChatPrompt:
         """Render and tokenise the conversation, shortened where it may be. Raises InvalidRequestError, ContextLengthError,
         and OverloadedError where the quota has no request for the shortened one."""
         gateway = self._gateway
-        model = gateway.model(options.model)
         limits, shortens = model.validator.limits, options.truncation == "auto"
         room = max(1, limits.max_model_len - (options.max_output_tokens or 1))
         turns: Turns | None = None  # as they were rendered

@@ -52,9 +52,10 @@ def test_a_refusal_for_load_names_the_message_s_field_and_says_when_to_try_again
 
 async def test_a_conversation_s_errors_name_its_fields() -> None:
     gateway: Any = MagicMock()
-    gateway.model.return_value.validator.limits.settings.max_tools = 1
+    model: Any = MagicMock()
+    model.validator.limits.settings.max_tools = 1
     gateway.converse = AsyncMock(side_effect=refuse("tools[0].function.strict", "is not supported"))
     request = pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user")]))
     with pytest.raises(InvalidRequestError) as caught:
-        await InferenceService(gateway)._prompt(request, MagicMock(), None)
+        await InferenceService(gateway)._prompt(request, model, MagicMock(), None)
     assert caught.value.field == "chat.tools[0].strict"

@@ -105,3 +105,20 @@ async def test_a_write_that_fails_because_the_client_left_cancels_the_call() -> 
     context.write = AsyncMock(side_effect=grpc.aio.InternalError("sent nothing"))
     with pytest.raises(asyncio.CancelledError):
         await refusing(service(TOKENS).Tokenize)(MagicMock(), context)
+
+
+async def test_a_name_that_leads_elsewhere_meanwhile_is_its_first_model_s() -> None:
+    """An adapter of a further model that is unloaded while its request waits: the first model's tokenizer answered."""
+    made, context, asked = service(TOKENS), call(pb.TokenizeRequest(model="tuned", text="a")), list[str]()
+    gateway: Any = made._gateway
+    second = MagicMock()
+    second.name = "second"
+    gateway.model.side_effect = [second]
+
+    async def encode(*_: object, model: str, **__: object) -> list[int]:
+        asked.append(model)
+        return [5]
+
+    gateway.encode = encode
+    await made.Tokenize(MagicMock(), context)
+    assert asked == ["second"] and gateway.model.call_count == 1
