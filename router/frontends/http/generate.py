@@ -63,7 +63,7 @@ class Generate:
                 cache_salt=envelope.cache_salt,
             )
             view = ChatView(options.include_reasoning is not False, options.names_tool)
-            return self._parsed(ChatShape, caller, options, [prompt], envelope, arrival, view)
+            return self._parsed(ChatShape, model, caller, options, [prompt], envelope, arrival, view)
 
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -89,7 +89,7 @@ class Generate:
                     await self._serving.start_turn(request, model.name)
                 tokens = await encode(one) if isinstance(one, str) else one
                 prompts.append(ChatPrompt(tokens, AnswerPlan(grammar=asked)))
-            parsed = self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
+            parsed = self._parsed(CompletionShape, model, caller, options, prompts, envelope, arrival)
             if not options.echoes:
                 return parsed
             texts = await self._echoed(model, caller, options, parsed)
@@ -110,6 +110,7 @@ class Generate:
     def _parsed(
         self,
         kind: type[Shape],
+        model: ServedModel,
         caller: Caller,
         options: HttpRequest,
         prompts: Sequence[ChatPrompt],
@@ -117,7 +118,6 @@ class Generate:
         arrival: Arrival,
         view: ChatView = WHOLE_VIEW,
     ) -> ParsedRequest:
-        model = self._gateway.model(options.model)
         validator = model.validator
         context = validator.limits.max_model_len
         completions = [

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
+from router.frontends.http.adapters import LOAD, UNLOAD
 from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.embeddings import EmbeddingRequest
@@ -160,7 +161,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                 403,
             )
         },
-        "/v1/load_lora_adapter": {
+        LOAD: {
             "post": _post(
                 *(
                     "loadAdapter",
@@ -175,7 +176,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                 _OF_MODEL,
             )
         },
-        "/v1/unload_lora_adapter": {
+        UNLOAD: {
             "post": _post(
                 *("unloadAdapter", "Unload such an adapter (an admin's key)", ref("UnloadedAdapter"), keys),
                 {"lora_name": text(minLength=1)},
