@@ -319,7 +319,7 @@ class ChatCompletionRequest(HttpRequest):
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise refuse(
-                "continue_final_message", "not with add_generation_prompt: the last message is no end"
+                "continue_final_message", "not with add_generation_prompt, which begins a new message"
             )
         return Conversation(
             read_messages(self.messages, limits),

@@ -22,7 +22,7 @@ from router.request.validator import MAX_REQUEST_ID
 
 VERSION = "1"
 _REFUSALS = {
-    400: "The request is wrong, or is no HTTP; `param` names the field.",
+    400: "The request is wrong, or not valid HTTP; `param` names the field.",
     401: "No API key, or not a valid one.",
     403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority. Without keys: a web "
     "page of another origin asks.",
@@ -247,7 +247,7 @@ def _messages(keys: bool) -> dict[str, Any]:
 
 
 def _of_messages(made: dict[str, Any]) -> dict[str, Any]:
-    """With errors as Anthropic has them; what is no HTTP gets the others'."""
+    """With errors as Anthropic has them; a request that is not valid HTTP gets OpenAI's."""
     answers = made["responses"]
     answers["529"] = answers.pop("503")
     for status, answer in answers.items():
