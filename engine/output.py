@@ -25,6 +25,7 @@ from engine.request import (
     TokenOutput,
 )
 from engine.sampling.base import Sampler
+from engine.sampling.sampler import not_finite
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -99,7 +100,7 @@ class OutputProcessor:
                 done = sequence.next_scored - item.begin - 1  # reported before a preemption
                 new = scores.part(max(0, done))
                 if not new.finite:
-                    raise EngineRequestError("the model's logits are not finite")
+                    raise not_finite()
                 if len(new):
                     request_id = sequence.request.request_id
                     flight.output.prompts.append(PromptOutput(request_id, sequence.next_scored, new))

@@ -61,7 +61,7 @@ class RequestGateway:
         for name in services.config.model_names:
             metrics.of_models.labels(name).set_function(partial(self.admission.in_model, name))
         self._name_watch = NameWatch()
-        self.leaving = False  # not ready: load balancers should send no new requests
+        self.draining = False  # not ready: load balancers should send no new requests
         self.requests = 0
         self.live = Live(services, metrics, self._report)
 
@@ -342,17 +342,17 @@ class RequestGateway:
 
     def leave(self) -> None:
         """Fail readiness probes from now on; new requests are still admitted."""
-        self.leaving = True
+        self.draining = True
         self.beat()
 
     def beat(self) -> None:
         """Report to the router's other processes."""
         if self.member is not None:
-            self.member.beat(self.why_not_ready(), leaving=self.leaving)
+            self.member.beat(self.why_not_ready(), draining=self.draining)
 
     def refuse_new(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""
-        self.leaving = True
+        self.draining = True
         self.admission.close(unaware)
 
     def _owned(self, completion: Completion, caller: Caller) -> Completion:
@@ -373,7 +373,7 @@ class RequestGateway:
         return prefix_scope("" if self.config.share_prefixes_across_tenants else tenant, cache_salt)
 
     def _report(self, counts: Counts) -> RouterReport:
-        state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"
+        state: RouterState = "draining" if self.draining else "ready" if self.ready() else "not ready"
         return RouterReport(state, time.monotonic() - self.started, self.admission.in_flight, counts)
 
     def _rate_limits(self, caller: Caller) -> RateLimits:
@@ -390,7 +390,7 @@ class RequestGateway:
 
     def why_not_ready(self) -> list[str]:
         """Why this process is not ready."""
-        if self.leaving:
+        if self.draining:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
         return [f"no {missing} worker is available"] if missing else []

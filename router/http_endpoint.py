@@ -49,7 +49,7 @@ class HttpEndpoint:
         protocol = limited(
             config,
             {key: _direct(one, gate, cors) for key, one in routes.generations.items()},
-            lambda: gateway.leaving,
+            lambda: gateway.draining,
             *((self._context.trusts,) if self._context is not None else ()),
         )
         uvicorn_config = uvicorn.Config(

@@ -118,7 +118,7 @@ class Sender:
         try:
             answer = await self._client.post(f"{url}{path}", content=content)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{url} is no URL ({error})", field="url") from error
+            raise ConfigError(f"{url} is not a URL ({error})", field="url") from error
         except httpx.HTTPError as error:
             # httpx's time-outs have no text
             return Outcome(error=("connection_error", f"{url}: {error or type(error).__name__}")), 0.0
@@ -129,7 +129,7 @@ class Sender:
         except (orjson.JSONDecodeError, TypeError):
             body = answer.text
             if answer.status_code == 200:
-                reason = f"{url}: an answer that is no JSON, or is nested too deep"
+                reason = f"{url}: the answer is not JSON, or is nested too deep"
                 return Outcome(error=("invalid_answer", reason)), 0.0
         request_id = answer.headers.get("x-request-id", "")
         return Outcome(answer.status_code, request_id, body), _wanted_seconds(answer)

@@ -33,7 +33,7 @@ class AdaptedLinear:
     ):
         self.base = base
         self._product, self._step = product, step
-        inputs = product[0].columns.stop - product[0].columns.start
+        inputs = product[0].own_inputs
         begins = [sum(one.width for one in product[:at]) for at in range(len(product) + 1)]
         self._outputs = [slice(*pair) for pair in pairwise(begins)]
         # Written here, so that this memory is in use before the KV pool is sized.

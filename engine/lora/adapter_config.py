@@ -20,13 +20,13 @@ _NEUTRAL = frozenset(
         "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
         "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
         "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
-        "runtime_config",
+        "runtime_config", "target_modules",
     }
 )  # fmt: skip
 _READ = frozenset(
     {
         "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern",
-        "target_modules", "task_type", "use_rslora",
+        "task_type", "use_rslora",
     }
 )  # fmt: skip
 # The weights of the base model were changed before the training began, and this adapter belongs to the changed ones.
@@ -57,7 +57,7 @@ class AdapterConfig:
         except (ValueError, RecursionError) as error:
             raise ModelError(f"{CONFIG}: {error}", field=CONFIG) from error
         if not isinstance(raw, dict):
-            raise ModelError(f"{CONFIG} is no object", field=CONFIG)
+            raise ModelError(f"{CONFIG} is not an object", field=CONFIG)
         _check_supported(raw)
         ranks = _pattern(raw, "rank_pattern")
         alphas = _pattern(raw, "alpha_pattern")
@@ -106,7 +106,7 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
 def _pattern(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = raw.get(key) or {}
     if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
-        raise refused(key, f"is no object of at most {MAX_PATTERNS} entries")
+        raise refused(key, f"is not an object of at most {MAX_PATTERNS} entries")
     for name in found:
         if not _PLAIN_NAME.match(name):
             raise refused(key, f"has {name[:80]!r}: only names of modules are supported, no expressions")

@@ -77,14 +77,10 @@ def read_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     products."""
     own = parts(model, 0, config.tensor_parallel)
     widths = sum(part.width for of_module in own.values() for part in of_module)
-    kept = (widths + sum(_columns(of_module) for of_module in own.values())) * itemsize
+    kept = (widths + sum(of_module[0].own_inputs for of_module in own.values())) * itemsize
     largest = max(max(one.outputs, one.inputs) for one, *_ in own.values()) * _COPIES_BYTES
     parsed = _PARSED * (_header_bytes(len(own)) + MAX_CONFIG_BYTES)
     return LANES * (config.max_lora_rank * (kept + largest) + parsed)
-
-
-def _columns(of_module: Sequence[Part]) -> int:
-    return len(range(of_module[0].columns.start, of_module[0].columns.stop))
 
 
 def _header_bytes(modules: int) -> int:

@@ -92,7 +92,7 @@ class RankAdapters:
 def _problem(answers: list[Answer]) -> str:
     for rank, answer in enumerate(answers):
         if answer.state in (State.NOT_READ, State.BUSY):
-            return answer.text if len(answers) == 1 or not rank else f"rank {rank}: {answer.text}"
+            return answer.text if not rank else f"rank {rank}: {answer.text}"
     digests = [one.text for one in answers if one.state is State.READ]
     if len(set(digests)) > 1:
         return "the ranks of this worker find different adapters there: give all nodes the same files"

@@ -64,7 +64,7 @@ def _most_parts(model: ModelConfig, size: int) -> int:
 def slot_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """Bytes that all slots take on the rank that has the most; `itemsize`: of a number."""
     numbers = sum(
-        sum(part.width + product[0].columns.stop - product[0].columns.start for part in product)
+        sum(part.width + product[0].own_inputs for part in product)
         for layer in range(model.num_layers)
         for product in products(model, layer, 0, config.tensor_parallel).values()
     )

@@ -31,7 +31,7 @@ def parse(header: bytes, content_bytes: int) -> Sequence[StoredTensor]:
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     if not isinstance(raw, dict):
-        raise ValueError("the header is no object")
+        raise ValueError("the header is not an object")
     raw.pop("__metadata__", None)
     found = sorted(
         (_tensor(name, entry) for name, entry in raw.items()), key=lambda one: (one[0], one[1].size)

@@ -131,7 +131,7 @@ class DeviceDraw:
             own = float(self._logprobs[j, result.token_id])
         if np.isfinite(own):
             return Sampled(result.token_id, own, top)
-        return EngineRequestError("the model's logits are not finite")
+        return sampler.not_finite()
 
 
 class DeviceSampler:

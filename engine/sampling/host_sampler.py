@@ -1,4 +1,4 @@
-"""The sampler that draws at once: on CPUs, and on other devices for a batch that failed as a whole."""
+"""The sampler of CPUs, which draws at once. Its result is also that of another device's batch that failed as a whole."""
 
 from __future__ import annotations
 

@@ -104,6 +104,10 @@ def _of(rows: Sequence[Row], numbers: list[int]) -> tuple[list[float], list[Draw
     return [rows[i].scale for i in numbers], [rows[i].key for i in numbers]
 
 
+def not_finite() -> EngineRequestError:
+    return EngineRequestError("the model's logits are not finite")
+
+
 def no_maximum(excluded: bool, row: Row) -> EngineRequestError:
     """`excluded`: whether all of its logits, as adjusted, are -inf."""
     if row.mask is not None and excluded:
@@ -115,7 +119,7 @@ def no_maximum(excluded: bool, row: Row) -> EngineRequestError:
         return EngineRequestError(
             "min_tokens forbids every token: each ends the output or has no probability", field="min_tokens"
         )
-    return EngineRequestError("the model's logits are not finite")
+    return not_finite()
 
 
 def _logprobs(logits: Tensor) -> Tensor:
@@ -134,5 +138,5 @@ def _with_logprobs(logprobs: Tensor, chosen: Tensor, top: list[int]) -> list[Res
             largest = tuple(zip(row_ids[:count], row_values[:count], strict=True))
             results.append(Sampled(token, logprob, largest))
         else:
-            results.append(EngineRequestError("the model's logits are not finite"))
+            results.append(not_finite())
     return results

@@ -45,9 +45,9 @@ class Member:
     def tallies(self) -> Tallies:
         return shared_tallies(self._memory, self.index)
 
-    def beat(self, why_not: Sequence[str], *, leaving: bool) -> None:
+    def beat(self, why_not: Sequence[str], *, draining: bool) -> None:
         """Report to the others; every half a second, and at once when this process leaves."""
-        self._slot.set(Figure.LEAVING, int(leaving))
+        self._slot.set(Figure.DRAINING, int(draining))
         self._slot.write_status(list(why_not))
         self._slot.beat()
 
@@ -83,7 +83,7 @@ class Member:
         return any(
             _accepted(slot) + SLACK_CONNECTIONS < own
             for slot in self._others
-            if not slot.get(Figure.LEAVING) and (slot.silent_seconds() or SUSPECT_SECONDS) < SUSPECT_SECONDS
+            if not slot.get(Figure.DRAINING) and (slot.silent_seconds() or SUSPECT_SECONDS) < SUSPECT_SECONDS
         )
 
 

@@ -34,7 +34,7 @@ class Figure(enum.IntEnum):
     REQUESTS = 4  # since the router started, of all processes that had the slot
     STATUS_VERSION = 5  # odd while the status is written
     STATUS_LENGTH = 6
-    LEAVING = 7
+    DRAINING = 7
     OPENING = 8  # HTTP connections whose client has sent nothing yet, or whose handshake has not ended
 
 

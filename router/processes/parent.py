@@ -53,7 +53,7 @@ class RouterProcesses:
         self._restarts = declared.PROCESS_RESTARTS.create(registry)
         self.metrics = MergedMetrics(registry)
         self._children: dict[int, ChildProcess] = {}
-        self._leaving = asyncio.Event()
+        self._draining = asyncio.Event()
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._watch = Watch(self._memory, self._children)
@@ -90,16 +90,16 @@ class RouterProcesses:
 
     def why_not_ready(self) -> list[str]:
         """Any thread."""
-        return ["draining: this router leaves"] if self._leaving.is_set() else why_not_ready(self._memory)
+        return ["draining: this router leaves"] if self._draining.is_set() else why_not_ready(self._memory)
 
     async def _supervise(self, index: int, first: asyncio.Future[None]) -> None:
         """Keep one process running until the router leaves. `first` is done once it serves, or did not start."""
         restarts = Restarts()
-        while not self._leaving.is_set():
+        while not self._draining.is_set():
             began = time.monotonic()
             child, end = await self._live(index, first)
             served = child is not None and child.serves
-            if self._leaving.is_set():
+            if self._draining.is_set():
                 break
             if not first.done():
                 first.set_exception(SetupError(f"process {index} of this router {end} before it served"))
@@ -115,7 +115,7 @@ class RouterProcesses:
             self._restarts.inc()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._leaving.wait()
+                    await self._draining.wait()
         if not first.done():
             first.cancel()
 
@@ -138,7 +138,7 @@ class RouterProcesses:
             return None, f"does not start: {error}"
         self._children[index] = child
         self.metrics.add(child)
-        if self._leaving.is_set():  # it was started meanwhile
+        if self._draining.is_set():  # it was started meanwhile
             child.tell({"do": "drain"})
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
@@ -148,7 +148,7 @@ class RouterProcesses:
             self._memory.reclaim(index)  # first: its places are free whatever else fails
             del self._children[index]
             self.metrics.ended(child)
-            if not self._leaving.is_set():  # whatever it did to the sockets that all share
+            if not self._draining.is_set():  # whatever it did to the sockets that all share
                 allow_connections(self._http)
         return child, ending(code)
 
@@ -176,7 +176,7 @@ class RouterProcesses:
 
     async def close(self) -> None:
         """Drain and end all processes. No connection that waits to be accepted is reset."""
-        self._leaving.set()
+        self._draining.set()
         await self._watch.close()
         began, config = time.monotonic(), self._config
         for child in self._children.values():

@@ -73,6 +73,17 @@ def wrong(text: str, limit: object = "") -> PydanticCustomError:
     return PydanticCustomError("wrong", "{text}", {"text": text, "limit": str(limit)})
 
 
+def text_or_list(of: str) -> Callable[[object], Any]:
+    """The validator of a content, which is read apart so that errors name the place in it. `of`: what its list holds."""
+
+    def check(value: object) -> Any:
+        if not isinstance(value, str | list):
+            raise wrong(f"must be text or a list of {of}")
+        return value
+
+    return check
+
+
 def unsupported(text: str) -> PydanticCustomError:
     """The error of a field that is not supported; it is reported before others."""
     return PydanticCustomError("unsupported", "{text}", {"text": text})

@@ -32,7 +32,7 @@ def _token_key(key: object) -> object:
     if not isinstance(key, str):
         return key
     if _TOKEN_KEY.fullmatch(key) is None:
-        raise wrong(f"{shown(key)} is no token id; use at most 10 digits, without leading zeros")
+        raise wrong(f"{shown(key)} is not a token id; use at most 10 digits, without leading zeros")
     return int(key)
 
 

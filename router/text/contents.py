@@ -37,7 +37,7 @@ T = TypeVar("T")
 # templates write lists and objects, leaves them. With the first, of Latin-1, a text takes no more memory.
 _MARKS = [*"\u00a4\u00a6\u00ac\u00f7\u00b1\u00b6\u00b7\u00d7", *map(chr, range(0x2E0E, 0x2E16))]
 _SPACE = re.compile(r"\s*")
-PIECE_CHARACTERS = 1 << 16  # searched at once, under the interpreter lock
+SEARCHED_CHARACTERS = 1 << 16  # searched at once, under the interpreter lock
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _found(pattern: re.Pattern[str], longest: int, text: str) -> Iterator[re.Mat
     """As `finditer`, in pieces, between which other threads run: two megabytes take 40 ms. `longest`: of the matches."""
     at = 0
     while at < len(text):
-        end = at + PIECE_CHARACTERS
+        end = at + SEARCHED_CHARACTERS
         found = pattern.search(text, at, end + longest - 1)
         if found is None or found.start() >= end:  # there it may be cut short
             at = end

@@ -22,10 +22,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models
 
 from router.text.bound import steps_of
-from router.text.contents import prefix_tree
+from router.text.contents import SEARCHED_CHARACTERS, prefix_tree
 
-PIECE_CHARACTERS = 256  # at least, but for the last one
-_SEARCHED = 1 << 16  # characters at once: `re` holds the interpreter lock
+MIN_PIECE_CHARACTERS = 256  # at least, but for the last one
 # None of these is white space, combines with a character beside it, or is what sentencepiece writes for a space.
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u0481\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 _MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
@@ -60,11 +59,11 @@ class Cuts:
     def split(self, text: str) -> list[str]:
         """The pieces. Texts that begin alike have the same first ones; a text without cuts is one."""
         pieces = []
-        begin, at, length = 0, PIECE_CHARACTERS, len(text)
+        begin, at, length = 0, MIN_PIECE_CHARACTERS, len(text)
         while at < length:
-            found = self.pattern.search(text, at, at + _SEARCHED)
+            found = self.pattern.search(text, at, at + SEARCHED_CHARACTERS)
             if found is None:
-                at += _SEARCHED
+                at += SEARCHED_CHARACTERS
                 continue
             if found.lastindex:
                 end = next_begin = found.end()
@@ -72,7 +71,7 @@ class Cuts:
                 end = found.start()
                 next_begin = end + self.left_out
             pieces.append(text[begin:end])
-            begin, at = next_begin, next_begin + PIECE_CHARACTERS
+            begin, at = next_begin, next_begin + MIN_PIECE_CHARACTERS
         if begin < length or not pieces:
             pieces.append(text[begin:])
         return pieces

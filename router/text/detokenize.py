@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_IN_HAND = 64  # tokens; if so many do not complete a character, their bytes are not valid UTF-8
+_BEFORE = 6  # tokens before the answer: those of a split character, four at most, and whole ones before them
+_MAX_BEHIND = 64  # tokens that are kept although they are read: they are dropped together, not at each token
 _SPLIT_BYTES = 3  # of an incomplete character; a token has at least one byte
 
 
@@ -31,7 +33,7 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._special = special
-        self._ids: list[int] = list((before or [])[-6:])
+        self._ids: list[int] = list((before or [])[-_BEFORE:])
         self._prefix = 0
         self._read = len(self._ids)
         self._shown: str | None = None  # the text from `_prefix` to `_read`, once it is decoded
@@ -62,7 +64,7 @@ class Detokenizer:
 
     def _move(self, read: int) -> None:
         self._prefix, self._read, self._shown = self._read, read, None
-        if self._prefix > 64:
+        if self._prefix > _MAX_BEHIND:
             del self._ids[: self._prefix]
             self._read -= self._prefix
             self._prefix = 0

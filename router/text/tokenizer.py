@@ -37,7 +37,7 @@ INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
 # A conversation without contents
 _PROBE = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
-# Stands where the answer continues the last message; of the marks' plane, behind them
+# Stands where the answer continues the last message. Private use, so that hardly any text has it
 _CONTINUES = "\U000f0100"
 # What templates raise for messages and variables that they do not expect; `x | dictsort` of a text is an AttributeError
 _REFUSALS = (jinja2.TemplateError, AttributeError, TypeError, ValueError, ArithmeticError, LookupError)
@@ -183,7 +183,8 @@ class ModelText:
         kwargs: Mapping[str, Any],
         mark: str,
     ) -> str:
-        """A template that does not use an option ignores it."""
+        """Render these messages and tools in place of the conversation's. `mark`: see Rendered; "" = none. Raises
+        InvalidRequestError."""
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")

@@ -194,7 +194,7 @@ DAMAGED = [
     (b"", "ends early"),
     ((1 << 60).to_bytes(8, "little"), "its header"),
     (_header(b"{"), "Expecting"),
-    (_header(b"[]"), "no object"),
+    (_header(b"[]"), "not an object"),
     (_header(b"[" * 5000), "nested"),
     (_header(b'{"t":3}'), "no dtype"),
     (_header(b'{"t":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}'), "no dtype"),

@@ -12,13 +12,17 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.config.router import RouterConfig
 from cluster.errors import AdapterMissingError, StaleEpochError, WireVersionError
 from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.pooling import Embedding, Pooling
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
 from engine.request import EngineRequest, FinishReason
 from prefill_worker import role as role_module
 from prefill_worker.worker import PrefillService
+from router.frontends.http.requests import CompletionRequest, read_request
+from router.request.validator import Envelope, Validator
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
 from wire import common_pb2, handoff_pb2, prefill_pb2, prefill_pb2_grpc
@@ -115,6 +119,40 @@ async def test_an_attempt_that_ends_with_its_first_token_ships_nothing(new, said
         assert next(iter(world.engine.held_chains())).held == (16 + said) // 4, (
             "the prompt stays as prefix cache"
         )
+
+
+def prompt_only(kind: str) -> common_pb2.SamplingParams:
+    """As a router sends it, whose first token is the attempt's last."""
+    text: Any = SimpleNamespace(
+        vocab_size=100, max_position_embeddings=64, generation={}, most_bytes=None, has_head=True
+    )
+    validator = Validator(RouterConfig(model="m", secret="x" * 16), text)
+    if kind == "embedding":
+        how = Embedding(Pooling.MEAN, 8, normalised=True)
+        made = validator.embedding([11] * 16, how, Envelope())
+    else:
+        asked = {
+            "prompt": "a",
+            "max_tokens": 0,
+            "echo": True,
+            **({"logprobs": 1} if kind == "scores" else {}),
+        }
+        made = validator.completion(
+            [11] * 16, read_request(CompletionRequest, asked, validator.limits), Envelope()
+        )
+    assert made.prompt_only
+    return made.sampling
+
+
+@pytest.mark.parametrize("kind", ["prompt", "scores", "embedding"])
+async def test_work_on_the_prompt_alone_reserves_at_no_decode_worker(kind):
+    """Although it names one."""
+    async with serving() as (world, stub):
+        request = run()
+        request.spec.sampling.CopyFrom(prompt_only(kind))
+        await stub.Run(request)
+        await until(lambda: world.engine.has_work, "the engine has it, which a reservation precedes")
+        assert world.sender.live == 0 and not world.link.said
 
 
 async def test_an_attempt_that_may_go_on_is_handed_over():

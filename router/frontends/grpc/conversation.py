@@ -67,7 +67,7 @@ def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversatio
     continues = chat.continue_final_message
     if continues and chat.add_generation_prompt:
         raise refuse(
-            "chat.continue_final_message", "not with add_generation_prompt: the last message is no end"
+            "chat.continue_final_message", "not with add_generation_prompt, which begins a new message"
         )
     return Conversation(
         [_message(one, f"chat.messages[{i}]", texts) for i, one in enumerate(chat.messages)],

@@ -1,1 +1,1 @@
-"""The HTTP frontend, compatible with OpenAI's API."""
+"""The HTTP frontend, compatible with the APIs of OpenAI, Anthropic and vLLM."""

@@ -40,10 +40,8 @@ class EmbeddingRequest(EmbeddingOptions):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of float32, little-endian"
     )
-    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
-    cache_salt: CacheSalt = Field(
-        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
-    )
+    priority: AskedPriority = None
+    cache_salt: CacheSalt = None
     user: Ignored = None
 
 

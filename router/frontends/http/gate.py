@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
+from router.frontends.http.adapters import LOAD, UNLOAD
 from router.frontends.http.errors import error_response
 from router.frontends.http.ui.pages import PATHS
 from router.frontends.http.web_pages import WebPages
@@ -21,9 +22,7 @@ from router.gateway import RequestGateway
 OPEN = frozenset({"/health", "/live", "/ready"})
 # They show every tenant's load and the workers' addresses, or change what workers load. The routes check the key
 # (router/frontends/http/app.py), because their patterns also match other spellings, such as "/metrics\n".
-ADMIN = frozenset(
-    {"/metrics", "/v1/cluster", "/v1/cluster/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-)
+ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live", LOAD, UNLOAD})
 # They have places and quotas; every other request is a step of low priority.
 GENERATE = frozenset(
     {

@@ -34,5 +34,5 @@ def why_refused(version: str, headers: Sequence[tuple[bytes, bytes]]) -> Invalid
         )
     if _HOST.fullmatch(hosts[0]) is None:
         shown = hosts[0][:MAX_SHOWN].decode("latin-1")
-        return InvalidRequestError(f"host: {shown!r} is no host, with or without a port", field="host")
+        return InvalidRequestError(f"host: {shown!r} is not a host, with or without a port", field="host")
     return None

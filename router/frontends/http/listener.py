@@ -56,7 +56,7 @@ SECONDS_PER_OPENING = 0.002
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
 # Of a request, read before it is refused: closing unread bytes would lose the answer
-TURNED_AWAY_BYTES = 1 << 14
+REFUSED_BYTES = 1 << 14
 # While each further one turns another away, which takes about 0.1 ms: enough to find other clients behind a flood.
 ACCEPTS_WHEN_FULL = 8
 _POST = b"POST"
@@ -113,7 +113,8 @@ class HttpServer(uvicorn.Server):
         await accepted_all(listeners)
 
     async def close_port(self, listeners: Sequence[socket.socket]) -> None:
-        """As `accept_last`, and close them: connections are served until the server exits."""
+        """Serve the connections that wait to be accepted, and close the listeners, also where a subclass's `accept_last`
+        leaves that to others. Connections are served until the server exits."""
         await HttpServer.accept_last(self, listeners)
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
@@ -172,15 +173,15 @@ class HttpServer(uvicorn.Server):
         """Queue a connection whose first bytes, or whose end, have arrived."""
         begins = not self._ready
         if (refused := self._ready.push(connection)) is not None:
-            self._turn_away(refused)
+            self._refuse(refused)
         if begins:
             self._allowance.begin_turn()
             self._loop.call_soon(self._open_ready)
 
-    def _turn_away(self, connection: socket.socket) -> None:
+    def _refuse(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # its client has left
             if not self.config.ssl:
-                connection.recv(TURNED_AWAY_BYTES)
+                connection.recv(REFUSED_BYTES)
                 connection.send(self._refusal)
 
     def _open_ready(self) -> None:

@@ -57,7 +57,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: ConnectionLimits
     direct: Mapping[tuple[str, str], Endpoint]  # by method and path
-    leaving: Callable[[], bool]  # answers then close their connections, and balancers choose another router
+    draining: Callable[[], bool]  # answers then close their connections, and balancers choose another router
     trust: Trust
     # Connections whose request holds no place; their last request began or ended in this order
     waiting: OpenConnections[LimitedProtocol]
@@ -90,7 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_deadline = WriteDeadline(self.transport, self.client, self.limits.write_seconds)
         self._address = network(self.client)
         limit = self._connection_limit()
-        self._make_room()
+        self._mark_evictable()
         if len(self.connections) > limit:
             evicted = self.waiting.evict_oldest()
             if evicted is not self:  # else every other connection has a request with a place
@@ -257,14 +257,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_deadline.start()
         self._expect_rest()
         if self._running.response_complete:
-            self._make_room()
+            self._mark_evictable()
             self._await_request()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        self._make_room()
+        self._mark_evictable()
         cycle.scope[KEEPS] = self._keep  # type: ignore[literal-required]
-        if self.leaving() or not self._trusted():
+        if self.draining() or not self._trusted():
             cycle.keep_alive = False
         endpoint = self.direct.get((cycle.scope["method"], cycle.scope["path"]))
         if endpoint is not None:
@@ -272,8 +272,8 @@ class LimitedProtocol(HttpToolsProtocol):
             app = lambda scope, receive, send: endpoint(exchange)  # noqa: E731
         super()._start_asgi_task(cycle, app)
 
-    def _make_room(self) -> None:
-        """Become the last of those that make room for further connections."""
+    def _mark_evictable(self) -> None:
+        """Become the last of the connections that are closed where further ones come."""
         if self not in self.connections or self._places:
             return
         if self in self.waiting:
@@ -283,14 +283,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @contextlib.contextmanager
     def _keep(self) -> Iterator[None]:
-        """Make no room meanwhile."""
+        """Not evictable meanwhile."""
         self.waiting.discard(self)
         self._places += 1
         try:
             yield
         finally:
             self._places -= 1
-            self._make_room()
+            self._mark_evictable()
 
     def _disconnect(self) -> None:
         """Tell the application that the client disconnected: it must neither wait for more nor answer."""
@@ -373,7 +373,7 @@ def _is_read_only(cycle: RequestResponseCycle) -> bool:
 def limited(
     limits: ConnectionLimits,
     direct: Mapping[tuple[str, str], Endpoint] = MappingProxyType({}),
-    leaving: Callable[[], bool] = lambda: False,
+    draining: Callable[[], bool] = lambda: False,
     trust: Trust = lambda transport: lambda: True,
 ) -> type[LimitedProtocol]:
     """A protocol class with these limits."""
@@ -381,7 +381,7 @@ def limited(
         "limits": limits,
         "waiting": OpenConnections(),
         "direct": direct,
-        "leaving": staticmethod(leaving),
+        "draining": staticmethod(draining),
         "trust": staticmethod(trust),
     }
     return type("Limited", (LimitedProtocol,), shared)

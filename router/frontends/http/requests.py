@@ -102,9 +102,14 @@ _MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": "str
 ModelName: TypeAlias = Annotated[str, AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)]
 MODEL_DESCRIPTION = "empty = the first of /v1/models; also the name of an adapter that it lists"
 AskedPriority: TypeAlias = Annotated[
-    Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
+    Priority | None,
+    BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None),
+    Field(json_schema_extra={"description": {"$limit": "priority_signs"}}),
 ]
-CacheSalt: TypeAlias = Annotated[str, Length(1, MAX_CACHE_SALT)] | None
+CacheSalt: TypeAlias = Annotated[
+    Annotated[str, Length(1, MAX_CACHE_SALT)] | None,
+    Field(description="cached prefixes are shared only among the tenant's requests with the same salt"),
+]
 
 
 def _best_of(value: object, info: ValidationInfo) -> None:
@@ -137,10 +142,8 @@ class HttpRequest(NeutralFields):
     ] = Field(None, description="must equal n")
     max_completion_tokens: AnswerTokens | None = Field(None, description="goes before max_tokens")
     include_stop_text: Flag = Field(None, alias="include_stop_str_in_output")
-    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
-    cache_salt: CacheSalt = Field(
-        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
-    )
+    priority: AskedPriority = None
+    cache_salt: CacheSalt = None
     stream: Flag = None
     stream_options: Annotated[StreamOptions, BeforeValidator(_stream_options)] | None = Field(
         None, description="changes nothing without stream"
@@ -261,7 +264,7 @@ class CompletionRequest(HttpRequest):
         return COMPLETION_TOKENS if given is None else given
 
 
-def _messages(value: object, info: ValidationInfo) -> list[Any]:
+def counted_messages(value: object, info: ValidationInfo) -> list[Any]:
     """Counted only: those of a long conversation are read on a thread."""
     if not isinstance(value, list) or not value:
         raise wrong("must be a non-empty list")
@@ -269,10 +272,10 @@ def _messages(value: object, info: ValidationInfo) -> list[Any]:
     return value
 
 
-def _tools(value: object, info: ValidationInfo) -> list[Any] | None:
+def counted_tools(value: object, info: ValidationInfo) -> list[Any]:
     """Counted and measured only: each is read with the messages."""
     if value is None:
-        return None
+        return []
     if not isinstance(value, list):
         raise wrong("must be a list")
     limits = limits_of(info)
@@ -293,8 +296,8 @@ TemplateKwargs: TypeAlias = Annotated[Any, WithJsonSchema(_KWARGS_SCHEMA)]
 
 
 class ChatCompletionRequest(HttpRequest):
-    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(TOOLS_SCHEMA)] = Field(
-        None, description="functions that the model may call"
+    tools: Annotated[list[Any], PlainValidator(counted_tools), WithJsonSchema(TOOLS_SCHEMA)] = Field(
+        [], description="functions that the model may call"
     )
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
     parallel_tool_calls: Flag = Field(None, description="false: an answer has one call at most")
@@ -303,18 +306,20 @@ class ChatCompletionRequest(HttpRequest):
     continue_final_message: Flag = Field(None, description="the answer continues the last message")
     include_reasoning: Flag = Field(None, description="false: reasoning is computed, and not sent")
     add_special_tokens: Annotated[Any, OnlyNeutral(False)] = None
-    messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[AnyMessage], late(minItems=1)])]
+    messages: Annotated[
+        list[Any], PlainValidator(counted_messages, Annotated[list[AnyMessage], late(minItems=1)])
+    ]
     logprobs: Flag = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
     reasoning_effort: ReasoningEffort | None = Field(None, description="for chat templates that use it")
 
     def conversation(self, limits: FieldLimits) -> Conversation:
         """Read messages and tools. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
-        tools, choice, name = read_choice(self.tool_choice, read_tools(self.tools or [], limits))
+        tools, choice, name = read_choice(self.tool_choice, read_tools(self.tools, limits))
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise refuse(
-                "continue_final_message", "not with add_generation_prompt: the last message is no end"
+                "continue_final_message", "not with add_generation_prompt, which begins a new message"
             )
         return Conversation(
             read_messages(self.messages, limits),
@@ -331,7 +336,7 @@ class ChatCompletionRequest(HttpRequest):
     @property
     def size(self) -> int:
         """The cost of rendering it, in characters, before it is read."""
-        return chat_size(self.messages) + tools_size(self.tools or ())
+        return chat_size(self.messages) + tools_size(self.tools)
 
     @property
     def names_tool(self) -> bool:

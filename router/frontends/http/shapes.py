@@ -14,7 +14,7 @@ from router.frontends.http.parts import WHOLE_VIEW, ChatView, Collected, delta_f
 from router.link.token import Token
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import ADMIN_TIMINGS
-from router.text.pieces import TextOffsets
+from router.text.pieces import TextOffsets, TokenPieces
 from router.text.tokenizer import ModelText
 from wire import inference_pb2
 
@@ -74,6 +74,22 @@ def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
     if outcome.explanation:
         shown["explanation"] = outcome.explanation
     return shown
+
+
+def token_logprobs(tokens: Sequence[Token], pieces: TokenPieces) -> list[dict[str, Any]]:
+    """Entries for tokens of a chat or a response, each with its alternatives."""
+    return [
+        {
+            **_scored(pieces, token.token_id, token.logprob),
+            "top_logprobs": [_scored(pieces, top.token_id, top.logprob) for top in token.top_logprobs],
+        }
+        for token in tokens
+    ]
+
+
+def _scored(pieces: TokenPieces, token_id: int, logprob: float) -> dict[str, Any]:
+    shown = {"token": pieces.text_of(token_id), "logprob": logprob}
+    return {**shown, "bytes": list(pieces.bytes_of(token_id))}
 
 
 class Answer:
@@ -290,21 +306,7 @@ class ChatShape(Shape):
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
-        return {
-            "content": [
-                {
-                    **self._token(token.token_id, token.logprob),
-                    "top_logprobs": [self._token(top.token_id, top.logprob) for top in token.top_logprobs],
-                }
-                for token in tokens
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        pieces = self.text.pieces
-        shown = {"token": pieces.text_of(token_id), "logprob": logprob}
-        return {**shown, "bytes": list(pieces.bytes_of(token_id))}
+        return {"content": token_logprobs(tokens, self.text.pieces), "refusal": None}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from cluster.grammar.library import library_text
 from cluster.grammar.spec import GrammarSpec
 from router.text.conversation import Tool
 from router.text.parsers.base import Reasoning
-from router.text.parsers.lark_rules import CHANNEL, Marker, Rules, json_rule, quoted
+from router.text.parsers.lark_rules import Marker, Rules, json_rule, quoted
+from router.text.parsers.reasoning.gpt_oss import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from router.text.parsers.reasoning.think import MAX_GAP
 from router.text.parsers.tools import hermes, llama3_json, mistral
 from router.text.parsers.tools.json_call import exact_head
@@ -22,8 +23,8 @@ MAX_CALLS = 16  # of an answer that must have calls
 _GAP = rf'"\n"{{0,{MAX_GAP}}}'
 _SHORT_GAP = rf'"\n"{{0,{MAX_GAP - 1}}}'
 _WHOLE_GAP = quoted(MAX_GAP * "\n")
-_AGAIN = "<|start|>assistant"  # begins the next message of an answer in gpt-oss's format
-_FINAL = "<|channel|>final<|message|>"
+_AGAIN = f"{START}assistant"  # begins the next message of an answer in gpt-oss's format
+_FINAL = f"{CHANNEL}final{MESSAGE}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def tool_grammar(
 
 
 def _call_begins(tool_parser: str, tools: Sequence[Tool], marker: Marker) -> list[str]:
-    """The texts with which the parser takes an answer for calls. None where calls begin with a token that no text has."""
+    """The texts with which the parser takes an answer for calls; empty where calls begin with a token that no text has."""
     if tool_parser == "llama3_json":
         return [exact_head(tool.name, llama3_json.MEMBER) for tool in tools]
     begin = hermes.BEGIN if tool_parser == "hermes" else mistral.BEGIN
@@ -206,14 +207,14 @@ def _object_of(tool: Tool) -> Mapping[str, Any]:
 
 def _hermes(calls: _Calls) -> None:
     rules = calls.rules
-    call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks("</tool_call>")}')
+    call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks(hermes.END)}')
     if calls.bound:
-        marked = rules.add("marked", f"{rules.marks('<tool_call>')} {call}")
+        marked = rules.add("marked", f"{rules.marks(hermes.BEGIN)} {call}")
         calls.start(calls.several(marked, r'"\n"'))
     else:
-        text = rules.without("TEXT", "<tool_call>")
+        text = rules.without("TEXT", hermes.BEGIN)
         more = "*" if calls.parallel else "?"
-        rules.start(f"({rules.until('head', '<tool_call>')} {call}){more} {text}", calls.reasoning)
+        rules.start(f"({rules.until('head', hermes.BEGIN)} {call}){more} {text}", calls.reasoning)
 
 
 def _mistral(calls: _Calls) -> None:
@@ -221,32 +222,32 @@ def _mistral(calls: _Calls) -> None:
     several = calls.several(calls.objects("arguments"), rules.add("COMMA", "/, ?/"))
     listed = rules.add("listed", f'" "? "[" {several} "]"')
     if calls.bound:
-        calls.start(f"{rules.marks('[TOOL_CALLS]')} {listed}")
+        calls.start(f"{rules.marks(mistral.BEGIN)} {listed}")
     else:
-        text = rules.without("TEXT", "[TOOL_CALLS]")
-        rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
+        text = rules.without("TEXT", mistral.BEGIN)
+        rules.start(f"({text} | {rules.until('head', mistral.BEGIN)} {listed})", calls.reasoning)
 
 
 def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
     """A marker, a name and arguments for each call, as Mistral's models of 2025 write them. `call_id`: an id may be behind
     the name."""
     rules = calls.rules
-    body = rules.marks("[ARGS]")
+    body = rules.marks(mistral.ARGUMENTS)
     if call_id:
-        body = rules.add("body", f"({rules.marks('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)? {body}")
+        body = rules.add("body", f"({rules.marks(mistral.CALL_ID)} /[A-Za-z0-9]{{9}}/)? {body}")
     names = [
         rules.add(f"call_{index}", f"{quoted(tool.name)} {body} {calls.arguments(tool)}")
         for index, tool in enumerate(calls.tools)
     ]
     call = rules.add("call", f"({' | '.join(names)})")
     if calls.bound:
-        marked = rules.add("marked", f"{rules.marks('[TOOL_CALLS]')} {call}")
+        marked = rules.add("marked", f"{rules.marks(mistral.BEGIN)} {call}")
         calls.start(calls.several(marked, ""))
     else:
-        text = rules.without("TEXT", "[TOOL_CALLS]")
-        several = rules.add("several", f"{call} ({rules.marks('[TOOL_CALLS]')} {call})*")
+        text = rules.without("TEXT", mistral.BEGIN)
+        several = rules.add("several", f"{call} ({rules.marks(mistral.BEGIN)} {call})*")
         calls_after = several if calls.parallel else call
-        rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {calls_after})", calls.reasoning)
+        rules.start(f"({text} | {rules.until('head', mistral.BEGIN)} {calls_after})", calls.reasoning)
 
 
 def _llama3_json(calls: _Calls) -> None:
@@ -265,12 +266,12 @@ def _llama3_json(calls: _Calls) -> None:
 def _gpt_oss(calls: _Calls) -> None:
     """One call: the model's turn ends with it, as `<|call|>` is one of its end-of-sequence tokens."""
     rules = calls.rules
-    body = rules.add("body", rf'" "? {rules.marks("<|constrain|>")} "json" {rules.marks("<|message|>")}')
+    body = rules.add("body", rf'" "? {rules.marks(CONSTRAIN)} "json" {rules.marks(MESSAGE)}')
     names = [
         rules.add(f"call_{index}", f"{quoted(tool.name)} {body} {calls.arguments(tool)}")
         for index, tool in enumerate(calls.tools)
     ]
-    channel, message = rules.marks(CHANNEL), rules.marks("<|message|>")
+    channel, message = rules.marks(CHANNEL), rules.marks(MESSAGE)
     call = f'{channel} "commentary" " to=functions." ({" | ".join(names)})'
     if calls.continues and calls.must_call:
         raise ValueError("the answer continues a message, which has no calls")
@@ -281,12 +282,12 @@ def _gpt_oss(calls: _Calls) -> None:
         answer = "" if calls.answer is None else f" | {rules.marks(_FINAL)} {calls.answer.rule}"
         rules.start(f"({call}{answer})", calls.reasoning, after=_AGAIN)
         return
-    note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", "<|end|>")}'
+    note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", END)}'
     notes = rules.add("note", f"{note} {rules.marks(_AGAIN)}")
     opened = calls.reasoning if calls.reasoning is not None and calls.reasoning.opened else None
     answer = f"{notes}* ({rules.marks(_FINAL)} ANY | {call})"
     if calls.continues:
-        answer = f"(ANY | {rules.until('continued', '<|end|>')} {rules.marks(_AGAIN)} {answer})"
+        answer = f"(ANY | {rules.until('continued', END)} {rules.marks(_AGAIN)} {answer})"
     rules.start(answer, opened, after=_AGAIN)
 
 

@@ -19,7 +19,6 @@ from cluster.grammar.spec import GrammarSpec, why_too_long
 from router.text.parsers.base import Reasoning
 
 Marker = Callable[[str], str]
-CHANNEL = "<|channel|>"
 # As json.dumps writes it, or compact.
 _SPACED = {**JSON_OPTIONS, "item_separator": ", ?", "key_separator": ": ?"}
 _CONTROL = re.compile(r"(<\|[^<>|]*\|>)")

@@ -212,7 +212,7 @@ async def test_generations_with_a_key_go_before_all_others(path: str, key: str, 
 
     gateway: Any = SimpleNamespace(
         config=SimpleNamespace(ui=False, cors_origins=()),
-        leaving=False,
+        draining=False,
         keys=SimpleNamespace(on=True, check=check),
         low_priority=order,
         metrics=SimpleNamespace(refused=lambda: None),

@@ -275,7 +275,7 @@ def test_contents_with_special_tokens_are_compared_and_encoded_in_pieces(monkeyp
     contents = contents_of("<|eot|>")
     special = _Counted(contents._special)
     monkeypatch.setattr(contents, "_special", special)
-    piece = contents_module.PIECE_CHARACTERS
+    piece = contents_module.SEARCHED_CHARACTERS
     content = 3 * piece * "<" + "<|eot|>"
     (found,), mark = contents.marked([content])
     assert found == content.replace("<", f"<{mark}").replace(">", f"{mark}>")
@@ -287,7 +287,7 @@ def test_contents_with_special_tokens_are_compared_and_encoded_in_pieces(monkeyp
 
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_pieces_have_the_matches_of_the_whole_text(monkeypatch, piece):
-    monkeypatch.setattr(contents_module, "PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(contents_module, "SEARCHED_CHARACTERS", piece)
     names = ("<a>", "<a><b>", "<a", "<ab>", "b>", "x*", "x*.", "[x]")
     contents = contents_of(*names)
     special, draws = contents._special, random.Random(piece)

@@ -92,7 +92,7 @@ def assert_equal_for_random_texts(tokenizer: Tokenizer, count: int) -> None:
 
 @pytest.fixture
 def cut_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
+    monkeypatch.setattr(cuts, "MIN_PIECE_CHARACTERS", 1)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -124,14 +124,14 @@ def test_long_texts_are_cut_and_those_that_begin_alike_at_the_same_places(name: 
     assert found is not None
     text = "The router reads a prompt and a worker computes its blocks. " * 40
     pieces, more = found.split(text), found.split(text + "And so on.")
-    assert len(pieces) == 1 + len(text) // (cuts.PIECE_CHARACTERS + 8)
+    assert len(pieces) == 1 + len(text) // (cuts.MIN_PIECE_CHARACTERS + 8)
     assert pieces[:-1] == more[: len(pieces) - 1]
     assert found.split("") == [""]
     assert find_cuts(kind(name)) == found
 
 
 def test_a_text_without_cuts_is_searched_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "_SEARCHED", 300)
+    monkeypatch.setattr(cuts, "SEARCHED_CHARACTERS", 300)
     found = find_cuts(demo())
     assert found is not None
     text = "x" * 2_000

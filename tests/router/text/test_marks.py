@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from cluster.errors import InvalidRequestError
 from router.text import contents as contents_module
-from router.text.contents import PIECE_CHARACTERS, Contents, Rendered
+from router.text.contents import SEARCHED_CHARACTERS, Contents, Rendered
 from router.text.templates import template_environment
 from tests.router.text.small_tokenizers import ALPHABET, byte_level_with, contents_of
 
@@ -65,7 +65,7 @@ def test_no_template_makes_a_special_token_of_clients_texts(template, at):
     """Whatever it removes, and with which case it writes them."""
     contents, special = contents_of("<|e|>", template=template), "<|e|>"
     first, last = special[:at], special[at:]
-    space = " " * (PIECE_CHARACTERS + 9)
+    space = " " * (SEARCHED_CHARACTERS + 9)
     for a, b in (
         (first, last),
         (f"x{first}", f"{last}x"),

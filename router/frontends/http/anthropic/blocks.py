@@ -18,7 +18,7 @@ import orjson
 from pydantic import PlainValidator
 
 from cluster.errors import UnsupportedFieldError
-from router.request.fields import Length, RequestModel, read, refuse, wrong
+from router.request.fields import Length, RequestModel, read, refuse, text_or_list
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.tools import check_called
 from router.text import written_numbers
@@ -29,13 +29,6 @@ BETWEEN = "\n"  # texts of one turn
 MEMBER_CHARACTERS = 16  # cost of a member of a list or an object beside its text
 ChatMessage: TypeAlias = dict[str, Any]
 Id: TypeAlias = Annotated[str, Length(1, MAX_ID)]
-
-
-def _unread(value: object) -> Any:
-    """A content is read apart, so that errors name the place in it."""
-    if not isinstance(value, str | list):
-        raise wrong("must be text or a list of blocks")
-    return value
 
 
 class TextBlock(RequestModel):
@@ -63,7 +56,7 @@ class ToolUseBlock(RequestModel):
     input: dict[str, Any]
 
 
-Texts: TypeAlias = Annotated[Any, PlainValidator(_unread, str | list[TextBlock])]
+Texts: TypeAlias = Annotated[Any, PlainValidator(text_or_list("blocks"), str | list[TextBlock])]
 
 
 class ToolResultBlock(RequestModel):
@@ -74,7 +67,7 @@ class ToolResultBlock(RequestModel):
 
 
 AnyBlock: TypeAlias = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-Blocks: TypeAlias = Annotated[Any, PlainValidator(_unread, str | list[AnyBlock])]
+Blocks: TypeAlias = Annotated[Any, PlainValidator(text_or_list("blocks"), str | list[AnyBlock])]
 
 
 class MessageParam(RequestModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator, ValidationInfo
+from pydantic import Field, PlainValidator
 from pydantic.json_schema import WithJsonSchema
 
 from cluster.grammar.spec import GrammarSpec
@@ -29,8 +29,9 @@ from router.frontends.http.requests import (
     AskedPriority,
     CacheSalt,
     ModelName,
+    counted_messages,
 )
-from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
+from router.request.fields import OnlyNeutral, RequestModel, Within, late, unsupported, wrong
 from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import Flag, GenerationOptions, StopStrings
@@ -42,14 +43,6 @@ MAX_TOKENS = 2**31  # that a request may ask for: more than any context
 _EFFORTS = {"max": "xhigh"}  # the names of chat templates, where they differ
 # The variables by which chat templates turn reasoning on and off; a template that uses none ignores them
 _THINKING_KWARGS = ("enable_thinking", "thinking")
-
-
-def _messages(value: object, info: ValidationInfo) -> list[Any]:
-    """Counted only: those of a long conversation are read on a thread."""
-    if not isinstance(value, list) or not value:
-        raise wrong("must be a non-empty list")
-    limits_of(info).check_messages(len(value))
-    return value
 
 
 def _system(value: object) -> Any:
@@ -105,7 +98,9 @@ class ConversationFields(RequestModel):
     """The fields of both endpoints."""
 
     model: ModelName = Field("", description=MODEL_DESCRIPTION)
-    messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[MessageParam], late(minItems=1)])]
+    messages: Annotated[
+        list[Any], PlainValidator(counted_messages, Annotated[list[MessageParam], late(minItems=1)])
+    ]
     system: Annotated[Any, PlainValidator(_system, str | list[TextBlock] | None)] = None
     tools: Tools = Field([], description="with an input_schema each")
     tool_choice: ToolChoiceParam | None = None
@@ -158,10 +153,8 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     )
     stop: StopStrings | None = Field(None, alias="stop_sequences")
     stream: Flag = None
-    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
-    cache_salt: CacheSalt = Field(
-        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
-    )
+    priority: AskedPriority = None
+    cache_salt: CacheSalt = None
 
     n: Annotated[Any, OnlyNeutral(1)] = None
     logprobs: Annotated[Any, OnlyNeutral(False)] = None

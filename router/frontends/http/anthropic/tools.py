@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic import ConfigDict, Field, PlainValidator
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
-from router.request.fields import RequestModel, limits_of, read, refuse, wrong
+from router.frontends.http.requests import counted_tools
+from router.request.fields import RequestModel, read, refuse
 from router.request.limits import MAX_SHOWN, FieldLimits
-from router.request.tools import check_count, check_named, check_size, check_tools, make_tool
+from router.request.tools import check_named, check_tools, make_tool
 from router.text.conversation import Tool
 
 
@@ -32,18 +33,7 @@ class ToolChoiceParam(RequestModel):
     disable_parallel_tool_use: bool | None = Field(None, description="at most one call")
 
 
-def _tools(value: object, info: ValidationInfo) -> list[Any]:
-    """Counted and measured only: schemas are walked where the messages are read."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong("must be a list")
-    check_count(len(value), limits_of(info))
-    check_size(value, limits_of(info))
-    return value
-
-
-Tools: TypeAlias = Annotated[list[Any], PlainValidator(_tools, list[ToolParam] | None)]
+Tools: TypeAlias = Annotated[list[Any], PlainValidator(counted_tools, list[ToolParam] | None)]
 
 
 def read_tools(values: Sequence[object], limits: FieldLimits) -> list[Tool]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
+from router.frontends.http.adapters import LOAD, UNLOAD
 from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.embeddings import EmbeddingRequest
@@ -21,7 +22,7 @@ from router.request.validator import MAX_REQUEST_ID
 
 VERSION = "1"
 _REFUSALS = {
-    400: "The request is wrong, or is no HTTP; `param` names the field.",
+    400: "The request is wrong, or not valid HTTP; `param` names the field.",
     401: "No API key, or not a valid one.",
     403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority. Without keys: a web "
     "page of another origin asks.",
@@ -160,7 +161,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                 403,
             )
         },
-        "/v1/load_lora_adapter": {
+        LOAD: {
             "post": _post(
                 *(
                     "loadAdapter",
@@ -175,7 +176,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                 _OF_MODEL,
             )
         },
-        "/v1/unload_lora_adapter": {
+        UNLOAD: {
             "post": _post(
                 *("unloadAdapter", "Unload such an adapter (an admin's key)", ref("UnloadedAdapter"), keys),
                 {"lora_name": text(minLength=1)},
@@ -246,7 +247,7 @@ def _messages(keys: bool) -> dict[str, Any]:
 
 
 def _of_messages(made: dict[str, Any]) -> dict[str, Any]:
-    """With errors as Anthropic has them; what is no HTTP gets the others'."""
+    """With errors as Anthropic has them; a request that is not valid HTTP gets OpenAI's."""
     answers = made["responses"]
     answers["529"] = answers.pop("503")
     for status, answer in answers.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from router.frontends.http.anthropic.answer import StopReason
 from router.frontends.http.anthropic.errors import ERROR_TYPES
 from router.frontends.http.openapi.schema import (
     COUNT,
@@ -17,7 +20,6 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 
-_REASONS = ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 _TOKENS: dict[str, Schema] = dict.fromkeys(
     ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), COUNT
 )
@@ -82,7 +84,7 @@ def _block() -> Schema:
 
 
 def _ending() -> dict[str, Schema]:
-    return {"stop_reason": one_of([*_REASONS, None]), "stop_sequence": optional(text())}
+    return {"stop_reason": one_of([*get_args(StopReason), None]), "stop_sequence": optional(text())}
 
 
 def _message() -> Schema:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
-from router.request.fields import RequestModel, read, refuse, wrong
+from router.request.fields import RequestModel, read, refuse, text_or_list, wrong
 from router.request.json_text import JsonTexts
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.messages import CallId, RefusalPart, content_size, template_call
@@ -38,15 +38,10 @@ class ReasoningPart(RequestModel):
     text: str
 
 
-def _unread(value: object) -> Any:
-    """A content is read apart, so that errors name the place in it."""
-    if not isinstance(value, str | list):
-        raise wrong("must be text or a list of parts")
-    return value
-
-
-Parts: TypeAlias = Annotated[Any, PlainValidator(_unread, str | list[InputTextPart | RefusalPart])]
-Texts: TypeAlias = Annotated[Any, PlainValidator(_unread, str | list[InputTextPart])]
+Parts: TypeAlias = Annotated[
+    Any, PlainValidator(text_or_list("parts"), str | list[InputTextPart | RefusalPart])
+]
+Texts: TypeAlias = Annotated[Any, PlainValidator(text_or_list("parts"), str | list[InputTextPart])]
 
 
 class MessageItem(RequestModel):

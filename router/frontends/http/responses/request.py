@@ -170,10 +170,8 @@ class ResponseRequest(GenerationOptions):
         None, description="auto: the conversation's oldest turns are left out if it exceeds the context"
     )
     chat_template_kwargs: TemplateKwargs = Field(None, description="variables of the chat template")
-    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
-    cache_salt: CacheSalt = Field(
-        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
-    )
+    priority: AskedPriority = None
+    cache_salt: CacheSalt = None
 
     previous_response_id: _NoState = None
     conversation: _NoState = None

@@ -12,7 +12,7 @@ import orjson
 
 from cluster.errors import BatonError, InvalidRequestError, OverloadedError, cut
 from router.frontends.http.responses.request import ENCRYPTED_REASONING, LOGPROBS, ResponseRequest
-from router.frontends.http.shapes import baton
+from router.frontends.http.shapes import baton, token_logprobs
 from router.link.token import Token
 from router.request.completion import Completion, Outcome
 from router.text.tokenizer import ModelText
@@ -81,23 +81,7 @@ class ResponseShape:
         return orjson.Fragment(orjson.dumps(given)[:-1] + b"," + echo + b"}")
 
     def token_logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        if not self.logprobs:
-            return []
-        return [
-            {
-                **self._token(token.token_id, token.logprob),
-                "top_logprobs": [self._token(top.token_id, top.logprob) for top in token.top_logprobs],
-            }
-            for token in tokens
-        ]
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        pieces = self.text.pieces
-        return {
-            "token": pieces.text_of(token_id),
-            "logprob": logprob,
-            "bytes": list(pieces.bytes_of(token_id)),
-        }
+        return token_logprobs(tokens, self.text.pieces) if self.logprobs else []
 
 
 def echoed(request: ResponseRequest, completion: Completion) -> dict[str, Any]:

@@ -11,21 +11,19 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 
 from cluster.errors import UnsupportedFieldError
+from router.frontends.http.requests import counted_tools
 from router.request.fields import RequestModel, late, limits_of, refuse, unsupported, wrong
-from router.request.limits import FieldLimits
+from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.tools import (
     MAX_NAME,
     NAME,
     allowed_tools,
     check_count,
     check_named,
-    check_size,
     check_tools,
     make_tool,
 )
 from router.text.conversation import Tool
-
-MAX_SHOWN_TOOL = 64  # characters of a type in an error
 
 
 class FunctionTool(RequestModel):
@@ -51,26 +49,20 @@ class AllowedTools(RequestModel):
 
 def _kind(tool: object) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return kind[:MAX_SHOWN_TOOL] if isinstance(kind, str) else ""
+    return kind[:MAX_SHOWN] if isinstance(kind, str) else ""
 
 
 def _tools(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
-    """Counted and measured, and their types checked: each is read with the input."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong("must be a list")
-    limits = limits_of(info)
-    check_count(len(value), limits)
-    check_size(value, limits)
-    for index, tool in enumerate(value):
+    """Their types are checked too: each is read with the input."""
+    tools = counted_tools(value, info)
+    for index, tool in enumerate(tools):
         name = f"tools[{index}]"
         if not _kind(tool):
             raise refuse(name, "must be an object with a type")
         if _kind(tool) != "function":
             text = "is not supported: this server runs no tools itself; define a function"
             raise UnsupportedFieldError(f"{name}.type: {_kind(tool)} {text}", field=f"{name}.type")
-    return value
+    return tools
 
 
 def _function(given: Mapping[str, Any]) -> dict[str, str]:

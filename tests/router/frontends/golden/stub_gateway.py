@@ -78,7 +78,7 @@ class StubGateway(RequestGateway):
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
-        self.leaving = False
+        self.draining = False
         self.admission = Admission(self.config, lambda tenant: None)
         self.accepted: list[Completion] = []
 

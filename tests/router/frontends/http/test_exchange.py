@@ -49,7 +49,7 @@ class Served:
         self.begun = 0
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.leaving = False
+        self.draining = False
         self.read_body = True
         self.answer: Callable[[Exchange], Awaitable[None]] = lambda exchange: exchange.send(
             PlainTextResponse("ok")
@@ -86,7 +86,7 @@ class Served:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[tuple[str, int]]:
-        http = limited(LIMITS, EveryRequest(self.endpoint), lambda: self.leaving)
+        http = limited(LIMITS, EveryRequest(self.endpoint), lambda: self.draining)
         config = uvicorn.Config(_never, http=http, interface="asgi3", log_config=None, lifespan="off")
         server = uvicorn.Server(config)
         sock = socket.create_server(("127.0.0.1", 0))
@@ -266,16 +266,16 @@ async def test_what_happens_later_is_not_told_to_a_request_that_was_answered(ser
         assert not served.noted[0].has_disconnected
 
 
-@pytest.mark.parametrize("leaving", [False, True])
+@pytest.mark.parametrize("draining", [False, True])
 async def test_a_server_that_leaves_closes_the_connection_after_the_answer(
-    leaving: bool, served: Served
+    draining: bool, served: Served
 ) -> None:
-    served.leaving = leaving
+    served.draining = draining
     async with served.connection() as (reader, _):
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-        assert (b"connection: close" in head) is leaving
+        assert (b"connection: close" in head) is draining
         assert await reader.readexactly(2) == b"ok"
-        if leaving:
+        if draining:
             assert await asyncio.wait_for(reader.read(), 5) == b""
 
 

@@ -1,0 +1,36 @@
+"""Which answers are parsed for calls and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from router.request.answer_formats import ModelFormats
+from router.request.answer_parts import CallBegin, ContentText, ReasoningText
+from router.text.conversation import Conversation, Tool
+
+TOOL = Tool("f", None, {}, strict=False)
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def asked(tools: Sequence[Tool] = (), **more: object) -> Conversation:
+    return Conversation([{"role": "user", "content": "a"}], tools, **more)  # type: ignore[arg-type]
+
+
+def kinds(formats: ModelFormats, conversation: Conversation) -> set[type]:
+    """Of the parts of an answer with reasoning and what looks like a call."""
+    source = formats.format(conversation, "")
+    assert source is not None
+    parser = source.parser()
+    return {type(one) for one in (*parser.feed(["<think>why</think>" + CALL]), *parser.end(cut=False))}
+
+
+@pytest.mark.parametrize("conversation", [asked(), asked([TOOL], tool_choice="none")], ids=["none", "unused"])
+def test_calls_are_read_only_in_answers_to_requests_with_tools(conversation: Conversation) -> None:
+    formats = ModelFormats("hermes", "", {}, {})
+    assert formats.format(conversation, "") is None
+    assert formats.format(asked([TOOL]), "") is not None
+    both = ModelFormats("hermes", "think", {}, {})
+    assert kinds(both, conversation) == {ReasoningText, ContentText}
+    assert CallBegin in kinds(both, asked([TOOL]))
