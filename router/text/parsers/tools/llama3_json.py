@@ -41,15 +41,16 @@ class Llama3Json:
     def _before_call(self, text: str) -> str:
         """A call, a separator before one, or content."""
         self._waiting += text
-        begun = self._waiting.lstrip()
-        if len(self._waiting) - len(begun) > MAX_SPACE:
-            return self._give_up()
-        if self._answer.called and begun[:1] in (";", ","):
-            begun = begun[1:].lstrip()
-        if begun.startswith(self._tag):
-            begun, self._tagged = begun[len(self._tag) :].lstrip(), True
-        elif self._tag.startswith(begun):
+        begun, fits = _without_space(self._waiting)
+        if fits and self._answer.called and begun[:1] in (";", ","):
+            begun, fits = _without_space(begun[1:])
+        if fits and begun.startswith(self._tag):
+            self._tagged = True
+            begun, fits = _without_space(begun[len(self._tag) :])
+        elif fits and self._tag.startswith(begun):
             return ""
+        if not fits:
+            return self._give_up()
         if begun[:1] == "{":
             self._call, self._waiting = self._new_call(), ""
             return begun
@@ -72,6 +73,12 @@ class Llama3Json:
         if call.state == "done":
             self._call = None
         return rest
+
+
+def _without_space(text: str) -> tuple[str, bool]:
+    """The text behind its white space, and whether this may precede what is waited for."""
+    begun = text.lstrip()
+    return begun, len(text) - len(begun) <= MAX_SPACE
 
 
 FORMAT = ToolFormat((TAG,), Llama3Json, (TAG, '"parameters": dictionary of argument'), opens=EXACT_BEGIN)

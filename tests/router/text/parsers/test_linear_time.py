@@ -9,7 +9,7 @@ import pytest
 
 from router.text.parsers.reasoning.gpt_oss import MAX_HEADER, GptOss
 from router.text.parsers.registry import TOOL_PARSERS
-from router.text.parsers.stream import JsonValue
+from router.text.parsers.stream import MAX_SPACE, JsonValue
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read
 
 
@@ -26,6 +26,28 @@ def test_time_is_linear(tools, text):
         parser.feed([flood[begin : begin + 16]])
     parser.end()
     assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize(
+    ("begin", "shown"),
+    [
+        ("", ""),
+        ("<|python_tag|>", "<|python_tag|>"),
+        ('{"name": "f", "parameters": {}}', ""),
+        ('{"name": "f", "parameters": {}};', ";"),
+        ('{"name": "f", "parameters": {}}; <|python_tag|>', "; <|python_tag|>"),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, MAX_SPACE, MAX_SPACE + 1])
+def test_white_space_before_a_call_is_held_up_to_its_bound(begin, shown, piece):
+    """Longer, it is content: what is held is copied with each token."""
+    called = begin.startswith("{")
+    for count in (MAX_SPACE, MAX_SPACE + 1):
+        space, parser = " " * count, made("llama3_json", "", False)
+        parser.feed([begin])
+        parts = [part for at in range(0, count, piece) for part in parser.feed([space[at : at + piece]])]
+        text = "" if count <= MAX_SPACE else (shown + space).lstrip() if called else shown + space
+        assert "".join(part.text for part in parts) == text
 
 
 @pytest.mark.parametrize("tools", TOOL_PARSERS)
