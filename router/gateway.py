@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
-from cluster.membership.types import WorkerInfo
 from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
@@ -30,7 +29,7 @@ from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
 from router.request.grammars import RequestedGrammar
 from router.request.permissions import check_model_allowed
-from router.request.served_model import NameWatch, ServedModel, further_models, listed
+from router.request.served_model import ServedModel, further_models
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
 
@@ -60,7 +59,6 @@ class RequestGateway:
         metrics.in_flight.set_function(lambda: self.admission.in_flight)
         for name in services.config.model_names:
             metrics.of_models.labels(name).set_function(partial(self.admission.in_model, name))
-        self._name_watch = NameWatch()
         self.draining = False  # not ready: load balancers should send no new requests
         self.requests = 0
         self.live = Live(services, metrics, self._report)
@@ -139,18 +137,12 @@ class RequestGateway:
 
     def _adapters_of(self, model: str) -> LoadedAdapters:
         """Those that the model's workers have loaded, or are to load."""
-        services = self.services
-        registered = (
-            (model, "") if model == self.config.served_name else (model,)
-        )  # none is the first model's
-
-        def workers() -> Sequence[WorkerInfo]:
-            return services.members.all
-
+        # Workers without a name serve the first model
+        registered = (model, "") if model == self.config.served_name else (model,)
         return LoadedAdapters(
-            workers,
-            lambda one: services.placement.eligibility.serves(one, model),
-            lambda: services.wanted_adapters.wanted,
+            lambda: self.services.members.all,
+            lambda one: self.services.placement.eligibility.serves(one, model),
+            lambda: self.services.wanted_adapters.wanted,
             lambda one: any(map(one.is_for, registered)),
         )
 
@@ -158,14 +150,6 @@ class RequestGateway:
     def models(self) -> list[ServedModel]:
         """All of them, the first before the others."""
         return [self.first, *dict.fromkeys(self.further.values())]
-
-    def listed(self) -> list[tuple[ServedModel, str, str]]:
-        """Names that requests may give, each once, with model and parent."""
-        return listed(self.models)
-
-    def watch_names(self) -> None:
-        """Log adapters that their names hide."""
-        self._name_watch.look(self.models)
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.

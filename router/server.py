@@ -41,6 +41,7 @@ from router.placement.placement import Placement
 from router.processes import snapshots
 from router.processes.member import Member, drain_limit_seconds
 from router.quota.quota import Quota
+from router.request.served_model import NameWatch
 from router.rights import redis_rights
 from router.text.tokenizer import ModelText
 
@@ -72,6 +73,7 @@ class Router:
         metrics = RouterMetrics(registry, config.model_names)
         self.gateway = RequestGateway(self._services, metrics, self._keys, member)
         self._member = member
+        self._names = NameWatch()
         identity = make_identity(
             config.public_tls_cert or config.tls_cert,
             config.public_tls_key or config.tls_key,
@@ -148,7 +150,7 @@ class Router:
         """Health follows readiness, connections to workers that are gone are closed."""
         self._turned = time.monotonic()
         self.gateway.beat()
-        self.gateway.watch_names()
+        self._names.look(self.gateway.models)
         self._grpc.show_ready(self.gateway.ready())
         workers = self._services.members.all
         self._services.channels.keep_only({worker.address for worker in workers})

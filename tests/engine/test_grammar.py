@@ -12,16 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError
-from cluster.grammar import library
 from cluster.grammar.spec import GrammarSpec
 from engine import grammar_masks
 from engine.engine import Engine
 from engine.request import FinishReason
-from engine.sampling.grammar import llguidance_backend
-from engine.sampling.grammar.base import all_allowed
 from tests.engine.fake_model import FakeRunner
 from tests.engine.grammars import (
     EOS,
@@ -32,7 +28,6 @@ from tests.engine.grammars import (
     json_schema,
     serve,
 )
-from tests.harness.model_text import VOCAB
 from tests.harness.schemas import schema_of
 
 DIGITS = GrammarSpec("regex", "[0-9]+")
@@ -321,87 +316,6 @@ def test_a_mask_that_does_not_get_the_processor_fails_no_request(model, monkeypa
 
     answers = serve(engine, replace(grammar_request("a", FOUR_DIGITS), compiled=Delayed()))
     assert answers.error("a") is None and len(answers.text("a")) == 4
-
-
-def encoded(model, text):
-    return Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-
-
-LONG_STRING = json_schema(
-    {
-        "type": "object",
-        "properties": {"text": {"type": "string", "maxLength": 60_000}},
-        "required": ["text"],
-        "additionalProperties": False,
-    }
-)
-
-
-def test_an_answer_that_fills_the_states_of_a_grammar_ends_neither_itself_nor_others(model, monkeypatch):
-    """All later requests of the tenant with this grammar failed at their first token."""
-    monkeypatch.setattr(library, "MAX_LEXER_STATES", 4000)
-    engine, words = grammar_engine(model), all_allowed(VOCAB)
-    grammar = engine.grammars.get(LONG_STRING, "")
-    compiled, real = list[int](), grammar._compile
-    monkeypatch.setattr(grammar, "_compile", lambda: (compiled.append(1), real())[1])
-    matchers = [grammar.matcher() for _ in range(2)]
-    for matcher in matchers:  # in turns, as rows of a batch
-        matcher.accept(encoded(model, '{"text":"'))
-    for _ in range(1000):
-        for matcher in matchers:
-            matcher.fill(words)
-            matcher.accept(encoded(model, "ab"))
-    begins = len(compiled)
-    assert begins, "the states were full"
-    for matcher in matchers:  # what it allows is right
-        matcher.accept(encoded(model, '"}'))
-        matcher.fill(words)
-        assert [bit for bit in range(VOCAB) if words[bit // 64] >> (bit % 64) & 1] == [EOS]
-    with pytest.raises(EngineRequestError, match="does not match"):
-        matchers[0].accept(encoded(model, "x"))
-    assert len(compiled) == begins, "compiled again only where the states are full"
-    answers = serve(engine, grammar_request("next", LONG_STRING, max_tokens=20))
-    assert answers.error("next") is None and len(answers.tokens["next", 0]) == 20
-
-
-def test_an_answer_too_long_for_the_states_of_its_grammar_ends_with_their_number(model, monkeypatch):
-    monkeypatch.setattr(library, "MAX_LEXER_STATES", 1000)
-    engine, words = grammar_engine(model), all_allowed(VOCAB)
-    matcher = engine.grammars.get(LONG_STRING, "").matcher()
-    matcher.accept(encoded(model, '{"text":"'))
-
-    def go_on():
-        for _ in range(3000):
-            matcher.fill(words)
-            matcher.accept(encoded(model, "ab"))
-
-    with pytest.raises(GrammarDeadEndError, match="too many states"):
-        go_on()
-
-
-def test_an_answer_whose_parser_takes_much_memory_is_ended(model, monkeypatch):
-    """It was bounded by nothing: one request of 16 answers took gigabytes."""
-    monkeypatch.setattr(llguidance_backend, "MAX_ANSWER_BYTES", 1 << 20)
-    rules = "\n".join(f"r{i}: r{i} C | C" for i in range(60))
-    ambiguous = f'start: {" | ".join(f"r{i}" for i in range(60))}\n{rules}\nC: "a"'
-    grammars, tokens = grammar_engine(model).grammars, [encoded(model, "a")[-1]] * 3000
-    grammars.get(GrammarSpec("regex", "a*"), "").matcher().accept(tokens)
-    with pytest.raises(GrammarDeadEndError, match="1 MiB"):
-        grammars.get(GrammarSpec("lark", ambiguous), "").matcher().accept(tokens)
-
-
-def test_a_limit_of_the_library_within_an_answer_is_no_engines_fault(model):
-    """It was an error of the engine, so a second one computed the answer again."""
-    many = {f"p{i}": {"type": "string"} for i in range(600)}
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "null"}, "b": {"type": "object", "properties": many}},
-    }
-    matcher = (
-        grammar_engine(model).grammars.get(json_schema({**schema, "required": ["a", "b"]}), "").matcher()
-    )
-    with pytest.raises(GrammarDeadEndError, match="items"):
-        matcher.accept(encoded(model, '{"a":null,"b":{'))
 
 
 def test_an_engine_keeps_the_store_that_it_is_given(model):

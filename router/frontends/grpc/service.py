@@ -40,7 +40,7 @@ from router.request.grammars import RequestedGrammar, json_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
-from router.request.served_model import ServedModel
+from router.request.served_model import ServedModel, listed
 from router.request.validator import Envelope
 from wire import common_pb2
 from wire import inference_pb2 as pb
@@ -227,7 +227,7 @@ class InferenceService:
                     embedding=_embedding(one),
                     embedding_reason=one.text.embedding_refusal,
                 )
-                for one, name, parent in self._gateway.listed()
+                for one, name, parent in listed(self._gateway.models)
                 if caller.may_name(name)
             ]
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)

@@ -32,7 +32,7 @@ from router.frontends.http.serving import Serving
 from router.frontends.http.tokenize import Tokenizing
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
-from router.request.served_model import ServedModel
+from router.request.served_model import ServedModel, listed
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
@@ -118,7 +118,7 @@ class Views:
         adapters = [one.validator.limits.adapters() for one in served]
         if self._encoded_models is None or self._encoded_models[0] != adapters:
             models, shown = [], {one.name: _model(one, self._gateway.created_unix_seconds) for one in served}
-            for one, name, parent in self._gateway.listed():
+            for one, name, parent in listed(self._gateway.models):
                 own = {key: value for key, value in shown[one.name].items() if key != "aliases"}
                 models.append({**own, "id": name, "parent": parent} if parent else shown[name])
             of_name = {str(model["id"]): orjson.dumps(model) for model in models}

@@ -8,29 +8,29 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import anthropic
 import httpx
-import orjson
 import pytest
 from starlette.requests import Request
 
 from cluster.config.router import FurtherModel
-from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnavailableError, UnknownModelError
-from cluster.membership.wanted_adapters import Wanted
+from cluster.errors import (
+    ModelError,
+    OverloadedError,
+    UnknownModelError,
+)
 from cluster.security.keys import ANYONE, Caller, ModelLimits
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
 from router.request import model_hint
-from router.request.served_model import NameWatch, further_models
+from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
-from tests.router.request.adapter_workers import workers
 from tests.router.stub_model import stub_model
 from wire import inference_pb2 as pb
 
@@ -142,31 +142,6 @@ async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:
         anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
     ):
         assert [one.id async for one in client.models.list()] == ["second"]
-
-
-def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:
-    loaded = {"first": {"mine": "0" * 32, "both": "1" * 32}, "second": {"theirs": "2" * 32, "both": "3" * 32}}
-    with_adapters = StubGateway(gateway.first.text, {"models": gateway.config.models})
-    with_adapters.first = stub_model(
-        with_adapters.config, gateway.first.text, adapters=lambda: loaded["first"]
-    )
-    texts = {"second": gateway.first.text}
-    with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
-    calls = AdapterCalls(cast(Any, with_adapters))
-    for taken in ("mine", "theirs", "tiny", "second"):
-        with pytest.raises(InvalidRequestError, match="served already"):
-            calls._check_free(taken)
-    calls._check_free("new")
-    found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
-    assert {name: model.name for name, model in found.items()} == {
-        "mine": "tiny",
-        "theirs": "second",
-        "both": "tiny",
-        "none": "tiny",
-    }
-    assert found["theirs"].validator.limits.adapter_of("theirs") == "2" * 32
-    with pytest.raises(UnknownModelError):
-        found["mine"].validator.limits.check_model("theirs")
 
 
 def two_models(gateway: StubGateway, caller: Caller | None = None, **settings: Any) -> StubGateway:
@@ -380,82 +355,3 @@ def test_bodies_of_one_model_take_at_most_half_of_the_budget(gateway: StubGatewa
         places[1].of_model("second")
         places[2].of_model("tiny")
     assert here.admission.bodies.held == len(here.admission.bodies._tenants) == 0
-
-
-def test_adapters_without_workers_are_not_listed_and_keep_to_their_model_and_keys(
-    gateway: StubGateway,
-) -> None:
-    text = gateway.first.text
-    several = StubGateway(text, {"models": gateway.config.models})
-    members = SimpleNamespace(all=[])
-    eligibility = SimpleNamespace(serves=lambda worker, model: (worker.served_model or "tiny") == model)
-    wanted = {
-        "both": Wanted("d", "1"),
-        "theirs": Wanted("d", "2", ("second",)),
-        "mine": Wanted("d", "3", ("",)),
-    }
-    several.services = cast(
-        Any,
-        SimpleNamespace(
-            members=members,
-            placement=SimpleNamespace(eligibility=eligibility),
-            wanted_adapters=SimpleNamespace(wanted=wanted),
-        ),
-    )
-    several.first = stub_model(several.config, text, adapters=several._adapters_of("tiny"))
-    several.further = further_models(several.config, {"second": text}, several._adapters_of)
-    assert {name: several.model(name).name for name in wanted} == {
-        "both": "tiny",
-        "theirs": "second",
-        "mine": "tiny",
-    }
-    for name in (*wanted, "no"):  # which may be of a worker's settings
-        with pytest.raises(UnavailableError, match="no worker"):
-            several.model(name).validator.limits.check_model(name)
-    assert [one.names for one in several.models] == [[("tiny", "")], [("second", "")]]
-    key = Caller("t", models=frozenset({"mine", "no"}))
-    assert several._allowed(key, "mine") is several.first and several._allowed(key, "no") is None
-    for name in ("theirs", "other", "tiny"):
-        with pytest.raises(UnknownModelError, match="has no access"):
-            several._allowed(key, name)
-    members.all = workers(())
-    with pytest.raises(UnknownModelError):
-        several._allowed(key, "no")
-    with pytest.raises(UnknownModelError):
-        several.model("no").validator.limits.check_model("no")
-
-
-def test_a_name_of_two_adapters_or_of_a_model_is_listed_once_and_logged_once(
-    gateway: StubGateway, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Workers' settings may name adapters so; the list says to which of them a name leads."""
-    text, one, two = gateway.first.text, "1" * 32, "2" * 32
-    loaded = {"tiny": {"both": one, "two": one}, "second": {"both": two, "own": two, "tiny": two}}
-    several = StubGateway(text, {"models": gateway.config.models})
-    several.first = stub_model(several.config, text, adapters=lambda: loaded["tiny"])
-    several.further = further_models(several.config, {"second": text}, lambda name: lambda: loaded[name])
-    assert [(name, parent) for _, name, parent in several.listed()] == [
-        *(("tiny", ""), ("both", "tiny")),
-        *(("second", ""), ("own", "second")),
-    ]
-    assert [several.model(name).name for name in ("both", "two", "tiny", "own")] == [
-        *("tiny", "second", "tiny", "second"),
-    ]
-    views = Views.__new__(Views)
-    views._gateway, views._encoded_models = several, None
-    assert [shown["id"] for shown in orjson.loads(views._all()[1])["data"]] == [
-        "tiny",
-        "both",
-        "second",
-        "own",
-    ]
-    watch = NameWatch()
-    for _ in range(2):
-        watch.look(several.models)
-    loaded["second"] = {**loaded["second"], "more": two}
-    watch.look(several.models)
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        "adapter two of tiny gets no requests: its name is the name or an alias of a model",
-        "adapter both of second gets no requests: its name is that of an adapter of 'tiny'",
-        "adapter tiny of second gets no requests: its name is the name or an alias of a model",
-    ]
