@@ -195,7 +195,7 @@ class WantedAdapters:
             raise InvalidRequestError(
                 f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
             )
-        await self.refresh()
+        await self._look()
         return entry
 
     async def find(self, name: str) -> Wanted | None:
@@ -208,7 +208,7 @@ class WantedAdapters:
         `find` did not understand it. Raises redis.RedisError."""
         tag = entry.tag if entry is not None else ""
         removed = await self._client.eval(REMOVE, 1, self._key, name, tag, MAX_REMOVED)
-        await self.refresh()
+        await self._look()
         return bool(removed)
 
     async def close(self) -> None:

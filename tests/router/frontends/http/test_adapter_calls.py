@@ -270,8 +270,7 @@ async def test_an_unload_waits_for_a_worker_that_may_come_back(text):
     cluster = Cluster(text)
     await cluster.call("load", lora_name="a", lora_path="p", model="second")
     cluster.leases = {"second": "suspect"}
-    before = cluster.follow
+    cluster.follow()
     cluster.follow = lambda: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="0 of 1 workers have given up 'a'"):
         await cluster.call("unload", lora_name="a")
-    cluster.follow = before  # type: ignore[method-assign]
