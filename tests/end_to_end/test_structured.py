@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from baton.client import Client
-from tests.end_to_end.handover import NEW, PROCESS, pid_of
+from baton.client import Client, Completion, Timings
+from cluster.faults.orders import InjectedFault, Order
+from cluster.faults.points import Point
+from cluster.membership.registry import request_drain
+from tests.end_to_end.conftest import UnderOrders, run_under_orders
+from tests.end_to_end.handover import NEW, PROCESS, assert_all_free, pid_of
+from tests.end_to_end.registries import registry
 from tests.harness.checkpoints import prompt_ids
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.schemas import schema_of, validate
+from tests.harness.waiting import wait_for
 
 WORDS = {"type": "array", "items": {"enum": ["alpha", "beta", 1, None]}, "minItems": 150, "maxItems": 150}
+FEWER = {**WORDS, "minItems": 80, "maxItems": 80}
 
 
 def answers(cluster: Any, schemas: list[dict[str, Any]]) -> list[tuple[int, ...]]:
@@ -54,3 +62,86 @@ def test_answers_are_valid_wherever_they_are_computed(checkpoint, start_cluster)
     validate(answer.text, WORDS)
     alone = start_cluster(model, *PROCESS, "--local-prefill", "always")
     assert answers(alone, schemas) == handed_over
+
+
+class Disturbed:
+    """Answers that match FEWER, of a cluster whose workers leave while it computes them."""
+
+    def __init__(self, running: UnderOrders):
+        self.running, self.gone = running, list[str]()
+
+    def check(self, answer: Completion) -> Timings:
+        assert answer.finish_reason == "stop" and answer.timings is not None
+        validate(answer.text, FEWER)
+        return answer.timings
+
+    def order(self, point: Point, act: str, at: int = 1) -> None:
+        """Of the next process that passes the point, once there are two workers of each role."""
+
+        def enough() -> bool:
+            workers = [w for w in self.running.cluster.workers() if w["id"] not in self.gone]
+            roles = [w["role"] for w in workers if (w["state"], w["lease"]) == ("ready", "live")]
+            return min(roles.count("prefill"), roles.count("decode")) >= 2
+
+        wait_for(enough, 90.0, "two workers of each role")
+        give_orders(self.running.orders, [Order(f"fault-{len(self.gone)}", point.value, act, at)])
+
+    def injected(self) -> InjectedFault:
+        """It is to leave, or has left: the process that has carried out the last order."""
+
+        def found() -> InjectedFault | None:
+            known = {one.id: one for one in read_injected(self.running.orders)}
+            return known.get(f"fault-{len(self.gone)}")
+
+        fault: InjectedFault = wait_for(found, 60.0, "the order was carried out")
+        self.gone.append(fault.process)
+        return fault
+
+    def prefill_killed(self, client: Client, prompt: list[int], **options: Any) -> Completion:
+        """Its first token has been sent; the hand-off is not committed."""
+        self.order(Point.PREFILL_COMPUTED, "kill")
+        answer = client.generate(prompt, **options)
+        timings = self.check(answer)
+        assert timings.attempts > 1 and timings.prefill_worker != self.injected().process
+        return answer
+
+    def decode_drained(self, client: Client, prompt: list[int], **options: Any) -> Completion:
+        """In the middle of the answer, which another one continues: it is stopped until it is to leave."""
+        self.order(Point.DECODE_TOKENS, "stop", at=100)
+        stream = client.stream(prompt, **options)
+        next(stream)
+        fault = self.injected()
+        try:
+            assert request_drain(*registry(self.running.cluster), fault.process)
+        finally:
+            os.kill(fault.pid, signal.SIGCONT)
+        for _ in stream:
+            pass
+        answer = stream.completion()
+        timings = self.check(answer)
+        assert timings.attempts > 1 and timings.decode_worker != fault.process
+        return answer
+
+
+@pytest.mark.long
+def test_killed_prefill_and_drained_decode_workers_change_no_answer(checkpoint, tmp_path_factory):
+    """Greedy ones and drawn ones are valid, and to the last token those of an undisturbed run."""
+    flags = (*PROCESS, "--prefill", "2", "--decode", "2")
+    # At once, and the prompt's KV in several parts: with one, Finish could be sent before the signal works.
+    environment = {"BATON_DRAIN_MIGRATE_SECONDS": "0", "BATON_TRANSFER__SLOT_BYTES": "65536"}
+    model = checkpoint("llama")
+    with run_under_orders(tmp_path_factory, "structured", model, *flags, **environment) as running:
+        disturbed = Disturbed(running)
+        for seed, temperature in enumerate((0.0, 1.0)):
+            prompt = prompt_ids(300, seed=seed)
+            options: dict[str, Any] = {"max_tokens": 700, "seed": 5, "json_schema": FEWER}
+            options["temperature"] = temperature
+            with Client(running.cluster.grpc) as client:
+                disturbed_answers = [
+                    disturbed.prefill_killed(client, prompt, **options),
+                    disturbed.decode_drained(client, prompt, **options),
+                ]
+                undisturbed = client.generate(prompt, **options)
+            assert disturbed.check(undisturbed).attempts == 1
+            assert [one.token_ids for one in disturbed_answers] == [undisturbed.token_ids] * 2
+        assert_all_free(running.cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def serve(engine: Engine, *requests: EngineRequest, answers: Answers | None = No
     raise AssertionError("the engine does not end")
 
 
+def hand_over(prefill: Engine, decode: Engine, request: EngineRequest) -> list[int]:
+    """What follows the output that `request` has: its first token drawn by one engine, the others by the other."""
+    prefill.add(replace(request, prefill_only=True))
+    while not (first := prefill.step().tokens):
+        pass
+    prefill.abort(request.request_id)
+    reserved = decode.reserve(request, [], 64)
+    decode._runner.store(reserved.block_ids, 0, request.prompt_tokens + request.output_tokens)  # type: ignore[attr-defined]
+    decode.commit(request.request_id, first)
+    return [token.token_id for token in first] + serve(decode).ids(request.request_id)
+
+
 def text_of(ids: list[int]) -> str:
     """Of the byte-level tokenizer of tests/harness/model_text.py: its other tokens are their own text."""
     return b"".join(_piece(token) for token in ids).decode()
@@ -109,6 +122,10 @@ _PIECES = _pieces()
 
 def _piece(token: int) -> bytes:
     return _PIECES[token] if token < len(_PIECES) else f"<{token}>".encode()
+
+
+def tokens_of(text: str) -> list[int]:
+    return [_PIECES.index(bytes([byte])) for byte in text.encode()]
 
 
 def check_json(answers: Answers, name: str, schema: Schema, choice: int = 0) -> None:

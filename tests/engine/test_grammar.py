@@ -25,8 +25,10 @@ from tests.engine.grammars import (
     check_json,
     grammar_engine,
     grammar_request,
+    hand_over,
     json_schema,
     serve,
+    tokens_of,
 )
 from tests.harness.schemas import schema_of
 
@@ -110,13 +112,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("speculation", "n"),
+    [
+        ("none", 1),
+        pytest.param("none", 2, marks=pytest.mark.long),
+        pytest.param("ngram", 1, marks=pytest.mark.long),
+        ("ngram", 2),
+    ],
+)
 @pytest.mark.parametrize("device", [False, True])
-def test_every_pair_of_options_keeps_answers_valid(model, device):
-    engine = grammar_engine(model, device=device, max_batch_requests=128)
+def test_every_pair_of_options_keeps_answers_valid(model, device, speculation, n):
+    """The prompt has an answer's text, which prompt lookup proposes: the grammar and the draws take part of it."""
+    engine = grammar_engine(model, device=device, max_batch_requests=256, speculation=speculation)
+    engine._drafter._rows = 1024  # drafts for all of them, in the same steps
     pairs = {f"{one} {two}": OPTIONS[one] | OPTIONS[two] for one, two in itertools.combinations(OPTIONS, 2)}
-    answers = serve(engine, *(grammar_request(name, json_schema(TABLE), **pairs[name]) for name in pairs))
-    for name in pairs:
-        check_json(answers, name, TABLE)
+    prompt = tokens_of('{"name":"","ages":[]}{"name":"')
+    requests = [grammar_request(name, json_schema(TABLE), n=n, **pairs[name]) for name in pairs]
+    answers = serve(engine, *(replace(request, prompt_tokens=prompt) for request in requests))
+    for name, choice in itertools.product(pairs, range(n)):
+        check_json(answers, name, TABLE, choice)
+    stats = engine.stats()
+    assert (len(pairs) < stats.draft_tokens_accepted < stats.draft_tokens) == (speculation == "ngram")
 
 
 def test_the_log_probabilities_are_those_of_the_raw_logits(model):
@@ -230,17 +247,8 @@ def test_a_handed_over_answer_goes_on_as_if_undisturbed(model, resumed):
     """The first token is drawn by one engine, the others by another."""
     ids = whole(model)
     before = ids[:resumed]
-    prefill, decode = grammar_engine(model), grammar_engine(model)
-    request = grammar_request("r", json_schema(TABLE), output_tokens=before, prefill_only=True)
-    first = serve(prefill, request).tokens["r", 0]
-    prefill.abort("r")
-    known = request.prompt_tokens + before
-    wanted = replace(request, prefill_only=False)
-    reserved = decode.reserve(wanted, [], 64)
-    decode._runner.store(reserved.block_ids, 0, known)  # type: ignore[attr-defined]
-    decode.commit("r", first)
-    rest = serve(decode).ids("r")
-    assert before + [token.token_id for token in first] + rest == ids
+    request = grammar_request("r", json_schema(TABLE), output_tokens=before)
+    assert before + hand_over(grammar_engine(model), grammar_engine(model), request) == ids
 
 
 def test_preempted_answers_go_on_as_if_undisturbed(model):

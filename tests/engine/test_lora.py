@@ -26,6 +26,7 @@ from engine.speculation.per_sequence import PerSequence
 from engine.step_delta import StepDelta
 from tests.engine.rank_parts import move
 from tests.engine.ranks import KV_BYTES, engine_of, make_engine, run, runners
+from tests.engine.rounded_checkpoints import HOW, reference_of
 from tests.harness.adapters import ALL, ATTENTION, make_adapter, merge
 from tests.harness.checkpoints import EXPERTS, prompt_ids, reference_greedy, variants
 from tests.harness.exactness import assert_greedy
@@ -45,10 +46,10 @@ class Adapted:
             {"rank": 8, "targets": ("q_proj", "down_proj", "o_proj"), "layers": (1,)},
             {"rank": 16, "use_rslora": True, "lora_alpha": 5},
         ]
-        scalings = [None, None, 5 / 4]
+        self.scalings = [None, None, 5 / 4]
         self.adapters = [make_adapter(directory / f"a{i}", model, seed=i, **one) for i, one in enumerate(how)]
         self.merged = [
-            merge(model, one, directory / f"m{i}", scalings[i]) for i, one in enumerate(self.adapters)
+            merge(model, one, directory / f"m{i}", self.scalings[i]) for i, one in enumerate(self.adapters)
         ]
         self.references = [*self.merged, model]
         self.digests = []
@@ -309,6 +310,20 @@ def test_int8_weights_take_adapters(adapted):
     low = engine._runner.adapters.read(adapted.adapters[0]).modules["layers.0.self_attn.o_proj"]
     assert not added[0].any()
     torch.testing.assert_close(added[1:], x[1:] @ low.a.T @ low.b.T, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_weights_in_four_bits_and_fp8_take_adapters(adapted, how, tmp_path):
+    """The tokens are those of the rounded numbers with the adapter added, rounded no further."""
+    model = reference_of(adapted.model, how, tmp_path / "rounded")
+    engine = adapted.load(make_engine(adapted.model, max_loras=3, quantization=how))
+    outputs = run(engine, *(adapted.request(i) for i in range(4)))
+    assert_greedy("adapters", model, PROMPT, outputs.tokens["r3", 0])
+    for i, adapter in enumerate(adapted.adapters):
+        merged = merge(model, adapter, tmp_path / f"m{i}", adapted.scalings[i])
+        assert_greedy("adapters", merged, PROMPT, outputs.tokens[f"r{i}", 0])
+    plain = [reference_greedy(one, PROMPT, NEW) for one in adapted.references]
+    assert [outputs.tokens[f"r{i}", 0] for i in range(4)] != plain, "rounding shows in these tokens"
 
 
 @pytest.mark.parametrize("variant", variants((), ("llama",)))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
@@ -20,11 +17,10 @@ from engine.ops.codes import FP8, NIBBLES
 from engine.quant import coded, formats, stored
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
+from tests.engine.rounded_checkpoints import GROUP, HOW, reference_of, rounded
 from tests.engine.stored_formats import GOLDEN, Tensors, whole
 from worker.model_id import make_model_id
 
-HOW = ("int4", "fp8")
-GROUP = 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = [5 + 3 * i % 50 for i in range(40)]
 
@@ -33,23 +29,6 @@ def format_of(how: str) -> formats.StoredFormat:
     found = formats.of_matrices(None, how)
     assert found is not None
     return found
-
-
-def rounded(weight: Tensor, how: str) -> Tensor:
-    """The definition, group by group. float32."""
-    out = torch.empty_like(weight, dtype=torch.float32)
-    for row, numbers in enumerate(weight.float()):
-        for at in range(0, len(numbers), GROUP):
-            group = numbers[at : at + GROUP]
-            if how == "int4":
-                low, high = group.min(), group.max()
-                scale = (high if high > -low else low) / -8
-                codes = (group / scale).round().clamp(-8, 7)
-            else:
-                scale = group.abs().max() / 448
-                codes = (group / scale).to(torch.float8_e4m3fn).float()
-            out[row, at : at + GROUP] = codes * scale
-    return out
 
 
 def weights(outputs: int, inputs: int) -> Tensor:
@@ -119,17 +98,6 @@ def test_codes_that_kernels_read_stand_for_the_same_numbers(how, kind):
     )
     assert found is not None and (found.kind, found.group) == (kind, GROUP)
     assert torch.equal(found.expanded(torch.float32), rounded(weight, how))
-
-
-def reference_of(model: Path, how: str, target: Path) -> Path:
-    """A checkpoint that stores the rounded numbers."""
-    shutil.copytree(model, target)
-    tensors = load_file(model / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
-            tensors[name] = rounded(tensor, how)
-    save_file({name: one.float() for name, one in tensors.items()}, target / "model.safetensors")
-    return target
 
 
 @pytest.mark.parametrize("how", HOW)
