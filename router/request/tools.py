@@ -15,9 +15,9 @@ from router.request.schema_walk import too_deep
 from router.text.conversation import Tool
 from router.text.tokenizer import RESERVED_KWARGS
 
-MAX_NAME = 64  # characters
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_CALLED = re.compile(r"[a-zA-Z0-9_.-]{1,64}")  # models also call tools of namespaces: `browser.search`
+MAX_NAME = 128  # characters: as at Anthropic, twice what OpenAI allows
+NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
+_CALLED = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")  # also tools of namespaces: `browser.search`
 MAX_KWARGS = 16
 MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value
 
@@ -25,16 +25,16 @@ MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value
 def check_name(name: object, field: str) -> str:
     """Raises InvalidRequestError unless it is the name of a function."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise refuse(field, f"{shown(name)} is not a name of 1 … 64 letters, digits, _ and -", NAME.pattern)
+        text = f"{shown(name)} is not a name of 1 … {MAX_NAME} letters, digits, _ and -"
+        raise refuse(field, text, NAME.pattern)
     return name
 
 
 def check_called(name: str, field: str) -> str:
     """Raises InvalidRequestError unless a call of an answer may have had this name."""
     if _CALLED.fullmatch(name) is None:
-        raise refuse(
-            field, f"{shown(name)} is not a name of 1 … 64 letters, digits, _ . and -", _CALLED.pattern
-        )
+        text = f"{shown(name)} is not a name of 1 … {MAX_NAME} letters, digits, _ . and -"
+        raise refuse(field, text, _CALLED.pattern)
     return name
 
 

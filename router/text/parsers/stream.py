@@ -16,7 +16,7 @@ _FIRST = 0xD800
 _MAX_MARKERS = 0x400
 _SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_SPACE = 64  # characters of white space that are held back before a marker that may follow
-MAX_HEAD = 1024  # characters of a call before its arguments; a name has 64
+MAX_HEAD = 1024  # characters of a call before its arguments; a name has 128
 _SPACE = re.compile(r"\s*")
 # JSON has no `<` outside texts and no special token anywhere: there a value that was never closed has ended.
 _TEXT_ENDS = re.compile('["\\\\\ud800-\udfff]')

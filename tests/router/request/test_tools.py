@@ -11,6 +11,7 @@ import pytest
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import check_conversation, read_conversation
+from router.frontends.http.anthropic.tools import read_tools as read_anthropic
 from router.frontends.http.requests import ChatCompletionRequest, read_request
 from router.frontends.http.responses.input_items import read_items
 from router.request import json_text
@@ -18,7 +19,7 @@ from router.request.json_scan import SCAN_BYTES, JsonScan
 from router.request.json_text import INVALID_JSON, JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
-from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS
+from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS, MAX_NAME
 from wire import inference_pb2 as pb
 
 CONFIG = RouterConfig(model=Path("/models/m"), max_tools=2, max_tool_bytes=400, max_json_depth=8)
@@ -47,6 +48,22 @@ def chat_request(**body: Any) -> ChatCompletionRequest:
 
 def conversation(**body: Any) -> Any:
     return chat_request(**body).conversation(LIMITS)
+
+
+@pytest.mark.parametrize("name", ["f" * MAX_NAME, "mcp__devtools_" + "x" * 60])
+def test_names_may_have_what_anthropic_allows(name):
+    """128 characters: names of MCP servers and their tools together are longer than 64."""
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    told = {"role": "tool", "content": "", "tool_call_id": "c1", "name": name}
+    messages = [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}, told]
+    choice = {"type": "function", "function": {"name": name}}
+    chat = conversation(messages=messages, tools=[tool(name)], tool_choice=choice)
+    assert chat.tool_name == name == chat.messages[1]["tool_calls"][0]["function"]["name"]
+    (read,) = read_anthropic([{"name": name, "input_schema": {"type": "object"}}], LIMITS)
+    assert read.name == name
+    with pytest.raises(InvalidRequestError, match="1 … 128 letters") as caught:
+        read_anthropic([{"name": "f" * (MAX_NAME + 1), "input_schema": {}}], LIMITS)
+    assert caught.value.field == "tools.0.name"
 
 
 def test_http_and_grpc_read_the_same():
@@ -85,7 +102,7 @@ def test_http_and_grpc_read_the_same():
         ({"tools": [tool(description="x" * 400)]}, "tools"),
         ({"tools": [tool("a"), tool("a")]}, "tools"),
         ({"tools": [tool("")]}, "tools[0].function.name"),
-        ({"tools": [tool("a"), tool("x" * 65)]}, "tools[1].function.name"),
+        ({"tools": [tool("a"), tool("x" * 129)]}, "tools[1].function.name"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool("a\n")]}, "tools[0].function.name"),
         ({"tools": [tool(5)]}, "tools[0].function.name"),

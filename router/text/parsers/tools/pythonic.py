@@ -9,8 +9,8 @@ from router.text.parsers.stream import Answer, Markers
 from router.text.parsers.tools.python_calls import NoCallsError, PythonCalls
 
 MAX_CALLS_TEXT = 16_384  # characters: they are held until the answer has ended
-_BEGIN = re.compile(r"\s{0,64}\[\s{0,64}[A-Za-z_][\w.-]{0,63}\s{0,64}\(")
-_MAY_BEGIN = re.compile(r"\s{0,64}(\[\s{0,64}([A-Za-z_][\w.-]{0,63}\s{0,64})?)?")
+_BEGIN = re.compile(r"\s{0,64}\[\s{0,64}[A-Za-z_][\w.-]{0,127}\s{0,64}\(")
+_MAY_BEGIN = re.compile(r"\s{0,64}(\[\s{0,64}([A-Za-z_][\w.-]{0,127}\s{0,64})?)?")
 
 
 class Pythonic:

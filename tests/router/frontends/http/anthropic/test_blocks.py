@@ -44,6 +44,15 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
+def test_calls_may_have_names_of_128_characters():
+    turn = [user(text("go")), assistant(use("a", "f" * 128)), user(result("a"))]
+    _, message, told = read_messages(turn, None, LIMITS)
+    assert told["name"] == message["tool_calls"][0]["function"]["name"] == "f" * 128
+    with pytest.raises(InvalidRequestError) as caught:
+        read_messages([user(text("go")), assistant(use("a", "f" * 129))], None, LIMITS)
+    assert caught.value.field == "messages.1.content.0.name"
+
+
 def test_a_whole_conversation():
     given = [
         user(text("<reminder>"), text("list files", **CACHE)),
