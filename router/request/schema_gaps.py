@@ -3,6 +3,7 @@
 minProperties        properties are counted, and a name that is not in `required` may be written twice
 exclusive bounds     an integer that is excluded is accepted where the other bound is less than 1 away
 pattern              a class of all control characters also has the escapes of `"` and backslash, whatever it leaves out
+control characters   one without a short escape is left out of the text of `const` and `enum`, and where a pattern names it
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
 _QUOTED = (ord('"'), ord("\\"))
 _NAMED_GROUP = re.compile(r"\(\?P?<\w+>")
 _CATEGORY = re.compile(r"\\([pP])(?:\{\^?(\w)[^}]*\}|(\w))")
+_BRACED = re.compile(r"\\[xuU]\{([0-9a-fA-F]{1,8})\}")
+# JSON has only \u escapes of them, or the library writes them so
+_WITHOUT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_NAMED = re.compile(_WITHOUT_ESCAPE.pattern + r"|\\([av]|[xuU]0*([01][0-9a-fA-F]|[1-9a-fA-F]|7[fF]))")
+_ALL, _SURROGATES = 0x110000, (0xD800, 0xDFFF)
 
 
 class Gap(NamedTuple):
@@ -41,13 +47,37 @@ def gap_of(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Gap | None:
             text = f"{keyword} may not be an integer where the other limit is less than 1 away"
             return Gap(f"/{keyword}", text)
     pattern = part.get("pattern")
-    if isinstance(pattern, str) and not _is_exact(pattern):
-        return Gap("/pattern", _CLASS)
+    if isinstance(pattern, str) and (reason := _why_not(pattern)):
+        return Gap("/pattern", reason)
     names = part.get("patternProperties")
     for name in names if isinstance(names, Mapping) else ():
-        if not _is_exact(name):
-            return Gap("/patternProperties", _CLASS)
+        if reason := _why_not(name):
+            return Gap("/patternProperties", reason)
+    values = part.get("enum")
+    for place, value in [
+        ("/const", part.get("const")),
+        *enumerate(values if isinstance(values, list) else ()),
+    ]:
+        if character := _control_in(value):
+            return Gap(place if isinstance(place, str) else f"/enum/{place}", _control(character))
     return None
+
+
+def _control(character: str) -> str:
+    return f"U+{ord(character):04X} is not supported: texts of answers have no escapes by number"
+
+
+def _control_in(value: object) -> str:
+    """A control character in one of its texts that has no short escape. Names in it may have them."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            if found := _WITHOUT_ESCAPE.search(one):
+                return found[0]
+        elif isinstance(one, Mapping | list):
+            waiting += one.values() if isinstance(one, Mapping) else one
+    return ""
 
 
 _CLASS = r"a class of characters has control characters, and not both \" and \\; add \x00-\x1f to what it leaves out"
@@ -98,16 +128,28 @@ def _same_value(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[
             waiting.append(target)
 
 
-def _is_exact(pattern: str) -> bool:
-    """False also for classes of a syntax that Python does not read."""
-    readable = _CATEGORY.sub(_stand_in, _NAMED_GROUP.sub("(", pattern))
+def _why_not(pattern: str) -> str:
+    """Also for classes of a syntax that Python does not read. Empty if answers match the pattern."""
+    readable = _BRACED.sub(_escape, _CATEGORY.sub(_stand_in, _NAMED_GROUP.sub("(", pattern)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # sets of sets
-            tree = regex_parser.parse(readable)
+            nodes = list(_nodes(regex_parser.parse(readable)))
     except (re.error, FutureWarning, OverflowError, RecursionError):
-        return "[" not in pattern
-    return all(map(_class_is_exact, _nodes(tree)))
+        if _NAMED.search(readable):
+            return "control characters are not supported: texts of answers have no escapes by number"
+        return _CLASS if "[" in pattern else ""
+    for node in nodes:
+        if (only := _only_characters(node)) and all(map(_WITHOUT_ESCAPE.match, only)):
+            return _control(only[0])
+        if not _class_is_exact(node):
+            return _CLASS
+    return ""
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = int(found[1], 16)
+    return f"\\U{code:08x}" if code < _ALL else found[0]
 
 
 def _stand_in(found: re.Match[str]) -> str:
@@ -122,14 +164,39 @@ def _nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
     waiting = [tree]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, tuple) and len(one) == 2 and str(one[0]) in ("IN", "NOT_LITERAL"):
+        if isinstance(one, tuple) and len(one) == 2 and str(one[0]) in ("IN", "LITERAL", "NOT_LITERAL"):
             yield one
         elif isinstance(one, tuple | list | regex_parser.SubPattern):
             waiting += [inner for inner in one if not isinstance(inner, str | int)]
 
 
+def _only_characters(node: tuple[Any, Any]) -> str:
+    """That of a literal, or those of a class that has a few; the library takes a class of one for a literal."""
+    kind, items = str(node[0]), node[1]
+    if kind != "IN":
+        return chr(items) if kind == "LITERAL" else ""
+    negated = str(items[0][0]) == "NEGATE"
+    if any(str(kind) not in ("LITERAL", "RANGE") for kind, _ in items[negated:]):
+        return ""
+    ranges = [value if str(kind) == "RANGE" else (value, value) for kind, value in items[negated:]]
+    if negated:
+        ranges = list(_others([*ranges, _SURROGATES, (_ALL, _ALL)]))
+    few = sum(last - first for first, last in ranges) < 128
+    return "".join(chr(code) for first, last in ranges for code in range(first, last + 1)) if few else ""
+
+
+def _others(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    end = 0
+    for first, last in sorted(ranges):
+        if first > end:
+            yield end, first - 1
+        end = max(end, last + 1)
+
+
 def _class_is_exact(node: tuple[Any, Any]) -> bool:
     kind, items = str(node[0]), node[1]
+    if kind == "LITERAL":
+        return True
     if kind == "NOT_LITERAL":
         return items not in _QUOTED
     has = {code for code in (*_CONTROLS, *_QUOTED) if _is_in(code, items)}
