@@ -4,6 +4,7 @@ minProperties        properties are counted, and a name that is not in `required
 exclusive bounds     an integer that is excluded is accepted where the other bound is less than 1 away
 pattern              a class of all control characters also has the escapes of `"` and backslash, whatever it leaves out
 control characters   one without a short escape is left out of the text of `const` and `enum`, and where a pattern names it
+bounds               of large numbers (schema_bounds.py)
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 import re._parser as regex_parser  # type: ignore[import-not-found]  # its tree of a pattern
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
+
+from router.request.schema_bounds import Gap, bound_gap, is_number
 
 MAX_PARTS = 100  # of one value: those that `allOf`, `anyOf`, `oneOf` and `$ref` add to a part
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
@@ -27,16 +30,10 @@ _NAMED = re.compile(_WITHOUT_ESCAPE.pattern + r"|\\([av]|[xuU]0*([01][0-9a-fA-F]
 _ALL, _SURROGATES = 0x110000, (0xD800, 0xDFFF)
 
 
-class Gap(NamedTuple):
-    place: str  # below the part
-    reason: str
-    limit: str = ""
-
-
 def gap_of(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Gap | None:
     """Find the gap in one part of a schema."""
     least, most = part.get("minProperties"), _distinct_names(part)
-    if _is_number(least) and least > most:
+    if is_number(least) and least > most:
         text = f"minProperties is at most {most} here: names that are not in `required` may repeat"
         return Gap("/minProperties", text, str(most))
     for keyword, bound, others in (
@@ -60,7 +57,7 @@ def gap_of(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Gap | None:
     ]:
         if character := _control_in(value):
             return Gap(place if isinstance(place, str) else f"/enum/{place}", _control(character))
-    return None
+    return bound_gap(part)
 
 
 def _control(character: str) -> str:
@@ -83,10 +80,6 @@ def _control_in(value: object) -> str:
 _CLASS = r"a class of characters has control characters, and not both \" and \\; add \x00-\x1f to what it leaves out"
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _distinct_names(part: Mapping[str, Any]) -> float:
     """How many different names a matching object has at least: those of `required`, and one more, unless the schema
     lists all that it may have."""
@@ -100,10 +93,10 @@ def _is_near(
     limit: Any, side: int, others: tuple[str, str], part: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> bool:
     """`side`: 1 where the other limit is above."""
-    if not _is_number(limit) or limit != math.floor(limit):
+    if not is_number(limit) or limit != math.floor(limit):
         return False
     found = (one.get(name) for one in _same_value(part, schema) for name in others)
-    return any(0 < side * (one - limit) < 1 for one in found if _is_number(one))
+    return any(0 < side * (one - limit) < 1 for one in found if is_number(one))
 
 
 def _same_value(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -127,7 +127,7 @@ class _Search:
         ):
             pointer, part = found
             seen.add(pointer)
-        for keyword in part:
+        for keyword in sorted(part, key="type".__eq__):  # last: without its type a part has other reasons
             rest = {name: value for name, value in part.items() if name != keyword}
             if keyword not in ("$defs", "definitions") and self._reason_of(rest) != self._reason:
                 return f"{pointer}/{_escaped(keyword)}"

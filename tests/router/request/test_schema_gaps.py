@@ -87,3 +87,60 @@ def test_their_place_is_named(library, schema, place):
 )
 def test_others_are_written(library, schema, good):
     assert library.refusal(schema) == "" and library.accepts(schema, good)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wrong"),
+    [
+        ({"minimum": 2**53 + 1}, 2**53),
+        ({"maximum": 2**53 + 3}, 2**53 + 4),
+        ({"exclusiveMaximum": 2**53 + 3}, 2**53 + 3),
+        ({"exclusiveMaximum": 2**63 - 1}, 2**63 - 1),
+        ({"type": "number", "maximum": 2**62}, 2**62 + 1),
+    ],
+)
+def test_a_bound_that_becomes_another_one_is_refused(library, bounds, wrong):
+    """The library still reads bounds as floats, and writes these with 17 digits."""
+    schema = {"type": "integer", **bounds}
+    assert library.accepts(schema, str(wrong))
+    assert library.refusal(schema).startswith(f"at /{[*bounds][-1]}: ")
+
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (INT64, "at /minimum: minimum may be -9223372036854774784 at least"),
+        (
+            {"type": "number", "maximum": 1e308},
+            "at /maximum: maximum may have an absolute value of 1e18 at most",
+        ),
+        (
+            {"type": "number", "minimum": 1e-300},
+            "at /minimum: minimum may be 0, or have an absolute value of 1e-60",
+        ),
+        ({"type": "integer", "minimum": 10**18}, "at /minimum: Failed to generate"),
+        ({"type": "integer", "maximum": -(10**18)}, "at /maximum: Failed to generate"),
+    ],
+)
+def test_a_bound_without_a_grammar_is_named(library, schema, reason):
+    assert library.refusal(schema).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({**INT64, "minimum": -(2**63) + 1024}, str(2**63 - 1), str(2**63)),
+        ({"type": ["integer", "null"], "maximum": 2**64 - 1, "minimum": 0}, str(2**63 - 1), "-1"),
+        ({"type": "integer", "minimum": -(2**53), "maximum": 2**53}, str(2**53), str(2**53 + 1)),
+        ({"type": "number", "minimum": -1e18, "maximum": 1e18}, str(10**18), str(10**18 + 1)),
+        ({"type": "number", "minimum": 0, "maximum": 1e-300}, "0", "1"),
+        ({"type": "number", "minimum": 1e-60}, "1", "0"),
+        ({"type": "string", "maximum": 1e30}, '"a"', "5"),
+    ],
+)  # fmt: skip
+def test_others_hold(library, schema, good, bad):
+    assert library.refusal(schema) == ""
+    assert library.accepts(schema, good) and not library.accepts(schema, bad)
