@@ -30,6 +30,7 @@ from router.request.completion import Completion, prefix_scope
 from router.request.grammars import RequestedGrammar
 from router.request.permissions import check_model_allowed
 from router.request.served_model import ServedModel, further_models
+from router.request.tool_schemas import checked_plan
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
 
@@ -208,10 +209,7 @@ class RequestGateway:
 
         chat = served.text.chat(checked, characters, tenant=tenant)
         conversation, rendered = await self._in_time(chat, field)
-        if asked is not None and served.plans.reasoning_parser:
-            asked = await served.grammars.with_known_begin(tenant, asked)
-        plan = served.plans.plan(conversation, rendered.text, asked)
-        await served.grammars.check(tenant, *plan.checks)
+        plan = await checked_plan(served, tenant, conversation, rendered.text, asked)
         tokens = await self.encode(
             rendered,
             model=model,

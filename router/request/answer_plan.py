@@ -15,6 +15,7 @@ from router.request.grammars import RequestedGrammar, json_spec
 from router.text.conversation import Conversation
 
 T = TypeVar("T")
+CHOICE = "tool_choice"  # the field because of which calls are demanded, and that errors of their whole grammar name
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,21 @@ class AnswerPlans:
 def _demanding(conversation: Conversation) -> str:
     """The field because of which calls must match a grammar; empty = they need not."""
     if conversation.must_call:
-        return "tool_choice"
+        return CHOICE
     strict = [one for one in conversation.callable if one.strict]
     return f"tools[{conversation.tools.index(strict[0])}].function.strict" if strict else ""
+
+
+def parameters_field(index: int) -> str:
+    """Of the schema of a tool."""
+    return f"tools[{index}].function.parameters"
 
 
 def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
     """Schemas of the arguments that a grammar contains. Raises ValueError."""
     wanted = {tool.name for tool in conversation.callable}  # a Tool compares its whole schema
     return [
-        RequestedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
+        RequestedGrammar(parameters_field(index), json_spec(tool.parameters))
         for index, tool in enumerate(conversation.tools)
         if tool.parameters is not None and tool.name in wanted and (conversation.must_call or tool.strict)
     ]

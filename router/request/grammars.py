@@ -13,6 +13,7 @@ import orjson
 
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.fair_threads import FairThreads, call_on
+from cluster.grammar.annotations import without_annotations
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long, why_too_many_choices
 from cluster.tenant_cache import TenantCache
@@ -202,7 +203,8 @@ def spec_of(kind: Kind, text: str) -> GrammarSpec:
 
 
 def json_spec(schema: object) -> GrammarSpec:
-    """Return the grammar of a JSON schema, or of its text, which has no more bytes than a grammar. Raises ValueError."""
+    """Return the grammar of a JSON schema, or of its text, which has no more bytes than a grammar, without annotations
+    that the library refuses. Raises ValueError."""
     if isinstance(schema, str):
         # The scan of a body counts a text as one element, whatever JSON is in it.
         if reason := why_too_long(schema):
@@ -221,7 +223,9 @@ def json_spec(schema: object) -> GrammarSpec:
         raise ValueError("is nested too deeply, or has a value that JSON does not have") from None
     if "null" in text and _has_infinite(schema):  # which became null
         raise ValueError(_NOT_FINITE)
-    return spec_of("json_schema", text)
+    if reason := why_too_long(text):
+        raise ValueError(reason)
+    return GrammarSpec("json_schema", without_annotations(text))
 
 
 def _has_infinite(schema: object) -> bool:

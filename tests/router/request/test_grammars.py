@@ -48,7 +48,10 @@ def nested(levels: int) -> dict[str, Any]:
         ({"uniqueItems": True, "type": "array"}, "/uniqueItems"),
         ({"properties": {"a": {"type": "strin"}}}, "/properties/a/type"),
         ({"properties": {"a/b": {"items": {"not": {}}}}}, "/properties/a~1b/items/not"),
-        ({"anyOf": [{"type": "null"}, {"properties": {"x": {"if": {}}}}]}, "/anyOf/1/properties/x/if"),
+        (
+            {"anyOf": [{"type": "null"}, {"properties": {"x": {"if": {}, "then": {}}}}]},
+            "/anyOf/1/properties/x/if",
+        ),
         (
             {"$defs": {"d": {"contains": {}}}, "properties": {"p": {"$ref": "#/$defs/d"}}},
             "/$defs/d/contains",

@@ -97,13 +97,16 @@ async def test_demanded_calls_have_a_grammar(gateway):
     assert [one.grammar.lark for one in gateway.accepted] == ['start: "f"'] * 3 + ['start: "f" | "{}"']
 
 
-async def test_an_impossible_schema_names_the_tool(gateway):
+async def test_an_impossible_schema_names_the_tool_if_it_is_strict(gateway):
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
-    tools: Any = [{"type": "function", "function": function}]
+    loose: Any = [{"type": "function", "function": function}]
+    strict: Any = [{"type": "function", "function": {**function, "strict": True}}]
     async with connected(gateway) as chat:
-        with pytest.raises(openai.BadRequestError, match="/properties/x/not") as caught:
-            await chat.create(**ASK, tools=tools, tool_choice="required")
-        assert caught.value.param == "tools[0].function.parameters"
+        for choice in ("required", "auto"):
+            with pytest.raises(openai.BadRequestError, match="/properties/x/not") as caught:
+                await chat.create(**ASK, tools=strict, tool_choice=choice)
+            assert caught.value.param == "tools[0].function.parameters"
+            await chat.create(**ASK, tools=loose, tool_choice=choice)
 
 
 async def test_choices_are_parsed_one_by_one(gateway):
