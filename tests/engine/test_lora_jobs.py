@@ -11,7 +11,10 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from engine.build import load_model
+from engine.layers.linear import NibbleLinear
+from engine.lora.adapted_linear import base_of
 from engine.lora.loaded import LoadedAdapters
+from engine.ops import cpu_products, cpu_tiles
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from tests.engine.decode_steps import NO_LIST, needs_int8, one_by_one
@@ -79,8 +82,20 @@ def apart(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=[pytest.mark.long, needs_int8])])
 @pytest.mark.parametrize("variant", variants(("gemma3",), (*NO_LIST, *EXPERTS)))
 def test_a_list_is_the_operations_to_the_last_bit(variant, quantization, checkpoint, tmp_path):
+    check_lists(checkpoint(variant), tmp_path, quantization)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
+def test_a_list_over_weights_in_four_bits(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_tiles, "supported", lambda *kind: False)  # the weights may be otherwise with AMX
+    runner = check_lists(checkpoint("gemma3"), tmp_path, "int4")
+    assert all(type(base_of(one.output)) is NibbleLinear for one in runner._decoder.layers)
+
+
+def check_lists(model: Path, tmp_path: Path, quantization: str) -> ModelRunner:
     """Also for rows without an adapter, which compute as beside none, and for any number of threads."""
-    model, found = checkpoint(variant), []
+    found = []
     for threads in (1, 2):
         runner = make(model, tmp_path, threads, quantization=quantization)
         assert runner._decode_jobs is not None
@@ -95,6 +110,7 @@ def test_a_list_is_the_operations_to_the_last_bit(variant, quantization, checkpo
         assert equal == [slot == 0 for slot in SLOTS]
     half = len(found) // 2
     assert all(torch.equal(one, two) for one, two in zip(found[:half], found[half:], strict=True))
+    return runner
 
 
 def test_kernels_add_what_torch_adds(checkpoint, tmp_path):
