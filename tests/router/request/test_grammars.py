@@ -63,12 +63,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"x-guidance": {"lenient": True}}, "/x-guidance"),
         ({"minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum"),
         ({"minProperties": 2}, "/minProperties"),
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum"),
-        ({"items": {"exclusiveMaximum": -1, "minimum": -1.5}}, "/items/exclusiveMaximum"),
-        (
-            {"exclusiveMinimum": 0, "allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": {"maximum": 0.1}}},
-            "/exclusiveMinimum",
-        ),
+        ({"items": {"minimum": 2.0**40 + 0.5}}, "/items/minimum"),
         ({"pattern": '^[^"]*$'}, "/pattern"),
         ({"patternProperties": {r"^[^\\/:]+$": {}}}, "/patternProperties"),
         ({"allOf": [{"required": ["a", "a"], "minProperties": 3}]}, "/allOf/0/minProperties"),
@@ -132,7 +127,7 @@ def test_classes_that_the_library_widens_are_found(tmp_path, pattern):
             accepted.add(char)
     python = pattern.replace("?<a>", "?P<a>")
     wrong = any(re.fullmatch(python, char) is None for char in accepted)
-    assert (gap_of({"pattern": pattern}, {}) is not None) == wrong
+    assert (gap_of({"pattern": pattern}) is not None) == wrong
 
 
 async def test_a_text_that_needs_an_escape_by_number_is_refused(checks):
