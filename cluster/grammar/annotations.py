@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.grammar.schema_parts import children
+from cluster.grammar.schema_parts import reachable
 
 # Those that the library enforces
 FORMATS = frozenset(
@@ -49,13 +49,8 @@ def without_annotations(schema: str) -> str:
     import orjson  # here: a machine that only runs models needs none
 
     read = orjson.loads(schema)
-    waiting: list[Any] = [read]
     dropped = False
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        waiting += (one for _, _, one in children(part))
+    for part in reachable(read):
         idle = [name for name in part if _is_idle(name, part)]
         for name in idle:
             del part[name]

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.grammar.dates import with_real_dates
+from cluster.grammar.rewriting import for_library
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def library_text(spec: GrammarSpec) -> str:
     try:
         match spec.kind:
             case "json_schema":
-                schema = with_real_dates(_object_schema(spec.text))
+                schema = for_library(_object_schema(spec.text))
                 return LLMatcher.grammar_from_json_schema(schema, overrides=_overrides())
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.text)

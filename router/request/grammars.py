@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ Verdicts = Mapping[bytes, InvalidRequestError | None]  # by grammar; None: it is
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered, of all tenants
 CHECK_SECONDS = 10.0
+_BY_NUMBER = re.compile(r"\\u([0-9a-fA-F]{4})")
 _NOT_FINITE = "has a number that is too large for a float, or none"
 
 
@@ -261,3 +263,17 @@ def text_spec(kind: Kind, value: Any) -> GrammarSpec:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a non-empty string")
     return spec_of(kind, value)
+
+
+def lark_spec(value: Any) -> GrammarSpec:
+    """Return the grammar of a text in Lark's syntax. Raises ValueError."""
+    spec = text_spec("lark", value)
+    if spec.text.lstrip().startswith("{"):  # which the library takes for a grammar in its own form
+        raise ValueError("must be in Lark's syntax, not JSON")
+    if "%json" in spec.text and "x-guidance" in _BY_NUMBER.sub(_character, spec.text):
+        raise ValueError("has x-guidance, which is not supported")
+    return spec
+
+
+def _character(found: re.Match[str]) -> str:
+    return chr(int(found[1], 16))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
+
+from cluster.grammar.rewriting import MOST_EXACT, is_number
 
 LEAST_INTEGER = -(2**63 - 1024)  # the float after -2^63, whose absolute value the library cannot have
 _MOST_INTEGER = 2**63 - 1  # larger bounds of integers become this one
@@ -18,10 +20,6 @@ class Gap(NamedTuple):
     place: str  # below the part
     reason: str
     limit: str = ""
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def bound_gap(part: Mapping[str, Any]) -> Gap | None:
@@ -57,6 +55,8 @@ def _of_number(keyword: str, bound: float, side: int) -> tuple[str, str] | None:
         return "may have an absolute value of 1e18 at most", "1e18"
     if 0 < side * bound < SMALLEST:
         return f"may be 0, or have an absolute value of {SMALLEST:g} at least", f"{SMALLEST:g}"
+    if abs(bound) > MOST_EXACT and bound % 1:
+        return f"may not have a fraction above {MOST_EXACT}", str(MOST_EXACT)
     if isinstance(bound, int) and Decimal(repr(float(bound))) != bound:
         return "is a whole number of more digits than a float has", str(2**53)
     return None

@@ -1,10 +1,9 @@
 """Schemas for which llguidance's grammar has answers that the schema does not validate. They are refused.
 
 minProperties        properties are counted, and a name that is not in `required` may be written twice
-exclusive bounds     an integer that is excluded is accepted where the other bound is less than 1 away
 pattern              a class of all control characters also has the escapes of `"` and backslash, whatever it leaves out
 control characters   one without a short escape is left out of the text of `const` and `enum`, and where a pattern names it
-bounds               of large numbers (schema_bounds.py)
+bounds               of large and of long numbers (schema_bounds.py)
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from router.request.schema_bounds import Gap, bound_gap, is_number
+from cluster.grammar.rewriting import is_number
+from router.request.schema_bounds import Gap, bound_gap
 
-MAX_PARTS = 100  # of one value: those that `allOf`, `anyOf`, `oneOf` and `$ref` add to a part
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
 _QUOTED = (ord('"'), ord("\\"))
 _NAMED_GROUP = re.compile(r"\(\?P?<\w+>")
@@ -30,19 +29,12 @@ _NAMED = re.compile(_WITHOUT_ESCAPE.pattern + r"|\\([av]|[xuU]0*([01][0-9a-fA-F]
 _ALL, _SURROGATES = 0x110000, (0xD800, 0xDFFF)
 
 
-def gap_of(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Gap | None:
+def gap_of(part: Mapping[str, Any]) -> Gap | None:
     """Find the gap in one part of a schema."""
     least, most = part.get("minProperties"), _distinct_names(part)
     if is_number(least) and least > most:
         text = f"minProperties is at most {most} here: names that are not in `required` may repeat"
         return Gap("/minProperties", text, str(most))
-    for keyword, bound, others in (
-        ("exclusiveMinimum", 1, ("maximum", "exclusiveMaximum")),
-        ("exclusiveMaximum", -1, ("minimum", "exclusiveMinimum")),
-    ):
-        if _is_near(part.get(keyword), bound, others, part, schema):
-            text = f"{keyword} may not be an integer where the other limit is less than 1 away"
-            return Gap(f"/{keyword}", text)
     pattern = part.get("pattern")
     if isinstance(pattern, str) and (reason := _why_not(pattern)):
         return Gap("/pattern", reason)
@@ -87,38 +79,6 @@ def _distinct_names(part: Mapping[str, Any]) -> float:
         return math.inf
     required = part.get("required")
     return 1 + (len({one for one in required if isinstance(one, str)}) if isinstance(required, list) else 0)
-
-
-def _is_near(
-    limit: Any, side: int, others: tuple[str, str], part: Mapping[str, Any], schema: Mapping[str, Any]
-) -> bool:
-    """`side`: 1 where the other limit is above."""
-    if not is_number(limit) or limit != math.floor(limit):
-        return False
-    found = (one.get(name) for one in _same_value(part, schema) for name in others)
-    return any(0 < side * (one - limit) < 1 for one in found if is_number(one))
-
-
-def _same_value(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The part, and those that describe the same value as it does."""
-    waiting, seen = [part], 0
-    while waiting and seen < MAX_PARTS:
-        seen += 1
-        one = waiting.pop()
-        yield one
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            several = one.get(keyword)
-            waiting += (
-                [inner for inner in several if isinstance(inner, Mapping)]
-                if isinstance(several, list)
-                else []
-            )
-        reference = one.get("$ref")
-        target: Any = schema if isinstance(reference, str) and reference.startswith("#/") else None
-        for name in str(reference)[2:].split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        if isinstance(target, Mapping):
-            waiting.append(target)
 
 
 def _why_not(pattern: str) -> str:

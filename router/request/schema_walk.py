@@ -6,6 +6,7 @@ schema into such parts. In the innermost one it names the keyword without which 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -14,39 +15,40 @@ from typing import Any
 import orjson
 
 from cluster.errors import InvalidRequestError
-from cluster.grammar.schema_parts import children, levels
+from cluster.grammar.schema_parts import children, inner_of, levels, names_of, target_of
 from cluster.grammar.spec import GrammarSpec
+from router.request.schema_dialects import RULES, difference
 from router.request.schema_gaps import gap_of
 
 MAX_DEPTH = 32
 SEARCH_SECONDS = 0.5
-# Keywords of other drafts, and options, that the library would silently ignore
-_LEFT_OUT = frozenset(
-    {"additionalItems", "$recursiveRef", "disallow", "divisibleBy", "extends", "x-guidance"}
-)
+_RULES = frozenset(RULES)
+_WIDE = ("type", "properties")  # without them a part has other answers, whatever the fault
+_ADVICE = ". Enable "  # the library's, of options that clients do not have
+_WORD = re.compile(r"[$\w]+")
 Compiles = Callable[[GrammarSpec], str]
 
 
 def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
-    """The error for a schema that is too deep, has keywords that would be ignored, or does not compile."""
+    """The error for a schema that is too deep, has keywords that would be ignored, or does not compile. It was JSON."""
     if (deep := too_deep(schema)) is not None:
         return deep
-    for place, part, _ in _walk(schema):
-        for keyword in part:
-            if keyword in _LEFT_OUT:
-                return _error(f"{place}/{_escaped(keyword)}", f"{keyword} is not supported")
-        if isinstance(part.get("items"), list):
-            return _error(f"{place}/items", "items must be a schema; use prefixItems for a list of them")
-        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-            if isinstance(part.get(keyword), bool):
-                return _error(f"{place}/{keyword}", f"{keyword} must be a number")
-        if (gap := gap_of(part, schema)) is not None:
+    walked = [*_walk(schema)]
+    if (other := difference((place, part) for place, part, _ in walked)) is not None:
+        return _error(f"{other.place}/{_escaped(other.keyword)}", other.reason)
+    parts = {id(part) for _, part, _ in walked}
+    for place, part, depth in walked:
+        if depth > MAX_DEPTH:
+            return _error(str(place), f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
+        if "$ref" in part and (wrong := _why_no_target(part["$ref"], schema, parts)):
+            return _error(f"{place}/$ref", wrong)
+        if (gap := gap_of(part)) is not None:
             return _error(f"{place}{gap.place}", gap.reason, gap.limit)
     reason = compiles(_spec(schema))
     if not reason:
         return None
     pointer = _Search(schema, compiles, reason).pointer() if isinstance(schema, Mapping) else ""
-    return _error(pointer, reason)
+    return _error(pointer, reason.partition(_ADVICE)[0])
 
 
 def too_deep(schema: Any) -> InvalidRequestError | None:
@@ -64,8 +66,11 @@ def too_deep(schema: Any) -> InvalidRequestError | None:
 
 
 def _error(pointer: str, reason: str, limit: str = "") -> InvalidRequestError:
-    shown = pointer if len(pointer) <= 200 else "…" + pointer[-200:]
-    return InvalidRequestError(f"at {shown or '/'}: {reason}", limit=limit)
+    return InvalidRequestError(f"at {_shown(pointer) or '/'}: {reason}", limit=limit)
+
+
+def _shown(pointer: str) -> str:
+    return pointer if len(pointer) <= 200 else "…" + pointer[-200:]
 
 
 class _Place:
@@ -85,17 +90,45 @@ _ROOT = _Place(None, "", None)
 
 
 def _walk(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any], int]]:
-    """Yield place, part and depth of every part that is an object."""
+    """Yield place, part and depth of every part that is an object, once. One to which only a reference leads comes after
+    the others, and has depth 1."""
     waiting = [(_ROOT, schema, 1)] if isinstance(schema, Mapping) else []
-    while waiting:
+    references: list[object] = []
+    seen = set[int]()
+    while waiting or references:
+        if not waiting:
+            reference = references.pop()
+            target = target_of(reference, schema)
+            if isinstance(target, Mapping):
+                names = names_of(reference) or []
+                waiting.append((_Place(_ROOT, "/".join(map(_escaped, names)), None), target, 1))
+            continue
         place, part, depth = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         yield place, part, depth
+        if "$ref" in part:
+            references.append(part["$ref"])
         if depth <= MAX_DEPTH:
             waiting += [
                 (_Place(place, keyword, name), one, depth + 1)
                 for keyword, name, one in children(part)
                 if isinstance(one, Mapping)
             ]
+
+
+def _why_no_target(reference: object, schema: Mapping[str, Any], parts: set[int]) -> str:
+    """Why a reference is refused; empty if it is not. `parts`: of the schema, by id."""
+    names = names_of(reference)
+    if names is None:
+        return "$ref must be # or a JSON pointer to another part of the schema, such as #/$defs/a"
+    inner: Any = schema
+    for name in names:
+        if id(inner) in parts and name in ("const", "enum"):
+            return f"$ref may not lead into {name}"
+        inner = inner_of(inner, name)
+    return "" if isinstance(inner, Mapping | bool) else f"there is no schema at {_shown(str(reference))}"
 
 
 def _escaped(name: str) -> str:
@@ -111,7 +144,10 @@ class _Search:
         self._compiles = compiles
         self._reason = reason
         self._schema = schema
-        self._definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        # What references lead to, apart from the root's own rules.
+        ways = [names_of(part["$ref"]) for _, part, _ in _walk(schema) if "$ref" in part]
+        kept = {"$defs", "definitions", *(way[0] for way in ways if way)} - _RULES
+        self._definitions = {name: schema[name] for name in kept if name in schema}
         self._until = time.monotonic() + SEARCH_SECONDS
 
     def pointer(self) -> str:
@@ -127,21 +163,17 @@ class _Search:
         ):
             pointer, part = found
             seen.add(pointer)
-        for keyword in sorted(part, key="type".__eq__):  # last: without its type a part has other reasons
+        words = set(_WORD.findall(self._reason))
+        for keyword in sorted(part, key=lambda one: (one not in words, one in _WIDE)):
             rest = {name: value for name, value in part.items() if name != keyword}
-            if keyword not in ("$defs", "definitions") and self._reason_of(rest) != self._reason:
+            if keyword not in self._definitions and self._reason_of(rest) != self._reason:
                 return f"{pointer}/{_escaped(keyword)}"
         return pointer
 
     def _below(self, pointer: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        reference = part.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            target: Any = self._schema
-            for name in reference[2:].split("/"):
-                name = name.replace("~1", "/").replace("~0", "~")
-                target = target.get(name) if isinstance(target, Mapping) else None
-            if isinstance(target, Mapping):
-                yield reference[1:], target
+        names, target = names_of(part.get("$ref")), target_of(part.get("$ref"), self._schema)
+        if isinstance(target, Mapping):
+            yield "".join(f"/{_escaped(name)}" for name in names or ()), target
         for keyword, key, one in children(part):
             if isinstance(one, Mapping) and keyword not in ("$defs", "definitions"):
                 yield f"{pointer}{_Place(_ROOT, keyword, key)}", one

@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cluster.grammar.dates import with_real_dates
 from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.grammar.rewriting import for_library
 from cluster.grammar.spec import GrammarSpec
 from router.text.parsers import lark_rules
 from router.text.parsers.lark_rules import json_rule
@@ -102,9 +102,9 @@ def test_wherever_it_is(place: str, within: Any, tokenizer: Any) -> None:
 
 def test_other_schemas_stay_as_they_were_written() -> None:
     for schema in ({"const": {"format": "date"}}, {"format": "uuid", "title": "date"}, {"enum": [DAY]}):
-        assert json.loads(with_real_dates(json.dumps(schema))) == schema
+        assert json.loads(for_library(json.dumps(schema))) == schema
     text = '{"type": "string", "title": "a date"}'
-    assert with_real_dates(text) is text
+    assert for_library(text) is text
 
 
 def test_many_dates_are_compiled_in_the_time_of_a_trial(tokenizer: Any) -> None:
@@ -113,13 +113,13 @@ def test_many_dates_are_compiled_in_the_time_of_a_trial(tokenizer: Any) -> None:
     schema = {"type": "object", "properties": dict.fromkeys(names, DAY), "required": names}
     matcher = make_matcher(GrammarSpec("json_schema", json.dumps(schema)), tokenizer)
     assert accepted(tokenizer, matcher, dict.fromkeys(names, "2024-02-29"))
-    assert len(re.findall("pattern", with_real_dates(json.dumps(schema)))) == 100
+    assert len(re.findall("pattern", for_library(json.dumps(schema)))) == 100
 
 
 def test_a_schema_that_is_too_long_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a router's event loop: 15,000 dates took 50 ms, before the grammar was refused for its length."""
     lengthened = MagicMock()
-    monkeypatch.setattr(lark_rules, "with_real_dates", lengthened)
+    monkeypatch.setattr(lark_rules, "for_library", lengthened)
     with pytest.raises(ValueError, match="the grammar of the answer has"):
         json_rule({"anyOf": [DAY] * 5000}, spaced=False)
     lengthened.assert_not_called()

@@ -81,6 +81,13 @@ def test_neutral_values_go_wherever_a_schema_is(neutral):
     assert stripped(given) == whole
 
 
+def test_neutral_values_go_where_references_lead():
+    parts = {"a/b": [{"uniqueItems": False, "items": {"format": "x"}}], "c": {"format": "x"}}
+    schema = {"components": parts, "items": {"$ref": "#/components/a~1b/0"}}
+    left = {"a/b": [{"items": {}}], "c": {"format": "x"}}
+    assert stripped(schema) == {**schema, "components": left}
+
+
 KEPT = [
     {"uniqueItems": True}, {"uniqueItems": 0}, {"dependentRequired": {"a": ["b"]}}, {"dependentSchemas": {"a": {}}},
     {"not": {}}, {"not": True}, {"propertyNames": False}, {"propertyNames": {"maxLength": 3}},

@@ -36,7 +36,7 @@ from router.request import model_hint
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
-from router.request.grammars import RequestedGrammar, json_spec
+from router.request.grammars import RequestedGrammar, json_spec, lark_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
@@ -49,10 +49,14 @@ SERVICE = "baton.v1.Inference"
 M = TypeVar("M", bound=Message)
 
 
+_CHECKED = {"json_schema": json_spec, "lark": lark_spec}
+
+
 def _grammar(message: common_pb2.Grammar) -> RequestedGrammar:
     try:
         spec = grammar_from_wire(message)
-        return RequestedGrammar("grammar", json_spec(spec.text) if spec.kind == "json_schema" else spec)
+        make = _CHECKED.get(spec.kind)
+        return RequestedGrammar("grammar", spec if make is None else make(spec.text))
     except InvalidRequestError as error:
         raise wrong(error.message.removeprefix("grammar: "), error.limit) from None
     except ValueError as error:

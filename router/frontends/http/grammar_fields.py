@@ -10,14 +10,14 @@ from pydantic.json_schema import WithJsonSchema
 
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 from router.request.fields import unsupported, wrong
-from router.request.grammars import ANY_OBJECT, choice_spec, json_spec, text_spec
+from router.request.grammars import ANY_OBJECT, choice_spec, json_spec, lark_spec, text_spec
 
 _Make = Callable[[Any], GrammarSpec]
 _MAKERS: Mapping[str, _Make] = {
     "json": json_spec,
     "regex": lambda value: text_spec("regex", value),
     "choice": choice_spec,
-    "grammar": lambda value: text_spec("lark", value),
+    "grammar": lark_spec,
 }
 _OTHER_FIELDS = "has other fields than those of its type"
 _TEXT = {"type": "string", "minLength": 1}

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from cluster.grammar.annotations import without_annotations
-from cluster.grammar.dates import with_real_dates
 from cluster.grammar.library import JSON_OPTIONS
+from cluster.grammar.rewriting import for_library
 from cluster.grammar.spec import GrammarSpec, why_too_long
 from router.text.parsers.base import Reasoning
 
@@ -118,6 +118,6 @@ def json_rule(schema: Mapping[str, Any], *, spaced: bool) -> str:
     except TypeError:
         raise ValueError("a schema is nested too deeply, or has a value that JSON does not have") from None
     _check_length(text)  # first: dates make it 16 times as long, on the event loop
-    text = with_real_dates(without_annotations(text))
+    text = for_library(without_annotations(text))
     _check_length(text)  # before the next tool's
     return f"%json {text}"

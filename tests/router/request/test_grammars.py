@@ -17,7 +17,7 @@ from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
-from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
+from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec, lark_spec
 from router.request.schema_gaps import gap_of
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
@@ -63,12 +63,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"x-guidance": {"lenient": True}}, "/x-guidance"),
         ({"minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum"),
         ({"minProperties": 2}, "/minProperties"),
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum"),
-        ({"items": {"exclusiveMaximum": -1, "minimum": -1.5}}, "/items/exclusiveMaximum"),
-        (
-            {"exclusiveMinimum": 0, "allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": {"maximum": 0.1}}},
-            "/exclusiveMinimum",
-        ),
+        ({"items": {"minimum": 2.0**40 + 0.5}}, "/items/minimum"),
         ({"pattern": '^[^"]*$'}, "/pattern"),
         ({"patternProperties": {r"^[^\\/:]+$": {}}}, "/patternProperties"),
         ({"allOf": [{"required": ["a", "a"], "minProperties": 3}]}, "/allOf/0/minProperties"),
@@ -132,7 +127,7 @@ def test_classes_that_the_library_widens_are_found(tmp_path, pattern):
             accepted.add(char)
     python = pattern.replace("?<a>", "?P<a>")
     wrong = any(re.fullmatch(python, char) is None for char in accepted)
-    assert (gap_of({"pattern": pattern}, {}) is not None) == wrong
+    assert (gap_of({"pattern": pattern}) is not None) == wrong
 
 
 async def test_a_text_that_needs_an_escape_by_number_is_refused(checks):
@@ -371,3 +366,26 @@ def test_choices_are_counted_before_they_are_looked_at():
         choice_spec(Unread([1] * 2000))
     with pytest.raises(ValueError, match="must be a non-empty list of texts"):
         choice_spec([1])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"grammars": [{"json_schema": {"uniqueItems": true}}]}', "must be in Lark's syntax, not JSON"),
+        ('\u2028\n {"grammars": [{"lark_grammar": "start: /a/"}]}', "must be in Lark's syntax, not JSON"),
+        ('start: %json {"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": true}}', "has x-guidance"),
+        ('start: %json\n{"\\u0078-guid\\u0061nce": {"lenient": true}, "not": {}}', "has x-guidance"),
+        ("", "non-empty"),
+        ({}, "non-empty"),
+    ],
+)
+def test_a_grammar_in_larks_syntax_sets_no_options_of_the_library(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        lark_spec(text)
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "x-guidance"', 'start: %json {"type": "null"}', 'start: "{" /a/ "}"']
+)
+def test_other_texts_are_grammars(text):
+    assert lark_spec(text) == GrammarSpec("lark", text)

@@ -127,7 +127,9 @@ SPECIAL: dict[str, list[Any]] = {
     "guided_json": [True, {"type": "null"}, '{"type":"null"}', UNCOMPILED, {"type": "strin"}, {"x": "y" * 140_000}],
     "guided_regex": ["a|b", "(", ""],
     "guided_choice": [["a"], [""], ["a", 1]],
-    "guided_grammar": ['start: "a" start | "b"', "start: c"],
+    "guided_grammar": [
+        'start: "a" start | "b"', "start: c", '{"grammars": []}', 'start: %json {"x-guidance": {}}',
+    ],
     "modalities": [["text"], ["audio"], ["text", "text"]],
     "skip_special_tokens": [True],
 }  # fmt: skip

@@ -46,6 +46,7 @@ OPTIONS: dict[str, list[Any]] = {
         Grammar(json_schema='{"type":"null"}'), Grammar(json_schema='{"type":"nil"}'), Grammar(json_schema="{"),
         Grammar(regex="a+"), Grammar(regex="("), Grammar(choice=Choices(texts=["a", "b"])), Grammar(choice=Choices()),
         Grammar(lark='start: "a"'), Grammar(lark="x"), Grammar(regex="x" * 140_000), Grammar(),
+        Grammar(lark='{"grammars": []}'), Grammar(lark='start: %json {"x-guidance": {}}'),
     ],
 }  # fmt: skip
 TOGETHER: list[dict[str, Any]] = [
