@@ -110,7 +110,7 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool 
 
 def _kept_codes(config: EngineConfig) -> coded.Kept | None:
     """The codes that are kept as they are stored, because kernels read them in bf16: on CUDA where Triton works, which
-    attention by `triton` shows; on CPUs whose own instruction for bf16 is not AMX's. `config` is resolved."""
+    attention by `triton` shows; on CPUs that have an instruction for bf16. `config` is resolved."""
     if config.quantization == "int8" or _DTYPES[config.dtype] is not torch.bfloat16:
         return None
     if config.attention_backend == "triton":

@@ -212,15 +212,19 @@ class PanelLinear(OneJobLinear):
 
 
 class NibbleLinear:
-    """Weights of 4 bits as they are stored, on a CPU with AVX512-BF16: our own kernels on the team's threads
-    (engine/ops/cpu_nibbles)."""
+    """Weights of 4 bits as they are stored, on a CPU: our own kernels on the team's threads, by AMX
+    (engine/ops/cpu_nibble_tiles) or AVX512-BF16 (cpu_nibbles)."""
 
     row_maxima = None
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, team: KernelTeam):
-        from engine.ops import cpu_jobs, cpu_nibbles, cpu_products
+        from engine.ops import cpu_jobs, cpu_nibble_tiles, cpu_nibbles, cpu_products, cpu_tiles
 
-        self._team, self._sum, self._multiply = team, cpu_jobs.SUM_GROUPS, cpu_jobs.MULTIPLY_NIBBLES
+        self._team, self._sum = team, cpu_jobs.SUM_GROUPS
+        # For any number of rows the same, as in PanelLinear.
+        self._tiled = cpu_tiles.supported()
+        self._multiply = cpu_jobs.MULTIPLY_NIBBLE_TILES if self._tiled else cpu_jobs.MULTIPLY_NIBBLES
+        self._blocks = cpu_nibble_tiles.blocks
         self.out_features, self._inputs = weight.shape
         self._group = weight.group or self._inputs
         self._panels, offsets = cpu_nibbles.pack(weight)
@@ -240,8 +244,12 @@ class NibbleLinear:
         """As JobLinear's; the sums of the rows are at `codes`."""
         sums = codes if self.row_bytes else 0
         at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
-        product = (x, rows, *at, out, self.out_features, self._group, sums)
-        jobs: list[Job] = [(self._multiply, len(self._panels), product)]
+        product: tuple[int, ...] = (x, rows, *at, out, self.out_features, self._group, sums)
+        items = len(self._panels)
+        if self._tiled:
+            blocks = self._blocks(rows, self._inputs)
+            product, items = (*product, blocks), items * blocks
+        jobs: list[Job] = [(self._multiply, items, product)]
         if self.row_bytes:
             jobs.insert(0, (self._sum, rows, (x, self._inputs, self._group, sums)))
         return jobs

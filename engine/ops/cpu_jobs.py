@@ -23,6 +23,7 @@ from engine.ops import cpu_adapters as adapters
 from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_int8_rows as int8_rows
 from engine.ops import cpu_kernels as kernels
+from engine.ops import cpu_nibble_tiles as nibble_tiles
 from engine.ops import cpu_nibbles as nibbles
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
@@ -46,10 +47,10 @@ AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
     GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP, MULTIPLY_WIDE,
-    MULTIPLY_IN_ROWS, ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8, SUM_GROUPS, MULTIPLY_NIBBLES,
-) = range(24)  # fmt: skip
+    MULTIPLY_IN_ROWS, ATTEND_PROMPT_WIDE, ATTEND_PROMPT_WIDE_INT8, SUM_GROUPS, MULTIPLY_NIBBLES, MULTIPLY_NIBBLE_TILES,
+) = range(25)  # fmt: skip
 PRODUCTS = (
-    MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE, MULTIPLY_IN_ROWS, MULTIPLY_NIBBLES,
+    MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES, MULTIPLY_WIDE, MULTIPLY_IN_ROWS, MULTIPLY_NIBBLES, MULTIPLY_NIBBLE_TILES,
 )  # fmt: skip
 OF_HEADS = (
     HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8,
@@ -275,6 +276,11 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
         nibbles.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last)
         return DONE
 
+    def multiply_nibble_tiles(job, first, last):
+        a = integers(job)
+        nibble_tiles.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+        return DONE
+
     def quantize(job, first, last):
         a = integers(job)
         int8_rows.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
@@ -301,6 +307,7 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
         MULTIPLY: multiply, QUANTIZE: quantize, MULTIPLY_INT8: multiply_int8, MULTIPLY_TILES: multiply_tiles,
         MULTIPLY_WIDE: multiply_wide, MULTIPLY_IN_ROWS: multiply_in_rows, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
         SUM_GROUPS: sum_groups, MULTIPLY_NIBBLES: multiply_nibbles,
+        MULTIPLY_NIBBLE_TILES: multiply_nibble_tiles,
     }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Products with 4-bit weights and bf16 rows on CPUs with AVX512-BF16, compiled by numba.
+"""Products with 4-bit weights and bf16 rows on CPUs with AVX512-BF16, compiled by numba. Those by AMX, from the same
+panels, are in engine/ops/cpu_nibble_tiles.
 
     out = Σ over groups: scale · (Σ (code − 8) · x) − offset · Σ x, + bias        offset = (zero − 8) · scale
 
@@ -28,7 +29,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.process import huge_pages
-from engine.ops import cpu_tiles
 from engine.ops.codes import SPAN, CodedWeight
 from engine.ops.cpu_llvm import (
     I32,
@@ -53,18 +53,18 @@ from engine.ops.cpu_products import PANEL, SUMS, WEIGHTS, has_instruction, store
 
 MAX_ROWS = 6  # of a tile: four sums each in registers
 ZERO = 8  # the zero point without an offset
-_EIGHT_BYTES = 8 * PANEL // 2  # of eight inputs of a panel
-_COLUMNS_BYTES = PANEL * 4  # of scales, of offsets
+EIGHT_BYTES = 8 * PANEL // 2  # of eight inputs of a panel
+COLUMNS_BYTES = PANEL * 4  # of scales, of offsets
 _UNPACKED_BYTES = 64 << 10  # of a group at most, beside rows in a second-level cache of 1 MiB
 _ROWS_BYTES = 256 << 10  # of rows, and of sums, that are computed together
-_EIGHT_UNPACKED = 8 * PANEL * 2
+EIGHT_UNPACKED = 8 * PANEL * 2
 _PACKED_PANELS = 32  # at a time
 _WORDS, _HALVES = ir.VectorType(I32, 16), ir.VectorType(ir.IntType(16), 32)
 
 
 def supported() -> bool:
-    """Whether this CPU has the instruction, and no AMX, by which prompts with expanded weights are faster."""
-    return has_instruction() and not cpu_tiles.supported()
+    """Whether this CPU has the instruction; those with AMX have it too, and multiply by engine/ops/cpu_nibble_tiles."""
+    return has_instruction()
 
 
 def pack(weight: CodedWeight) -> tuple[Tensor, bool]:
@@ -110,7 +110,7 @@ def _panels(weight: CodedWeight, inputs: int, offsets: bool) -> Tensor:
 def panel_bytes(outputs: int, inputs: int, group: int, *, offsets: bool) -> int:
     """Of all panels of a matrix."""
     groups = -(-inputs // group) if group else 1
-    return -(-outputs // PANEL) * (inputs * PANEL // 2 + groups * _COLUMNS_BYTES * (1 + offsets))
+    return -(-outputs // PANEL) * (inputs * PANEL // 2 + groups * COLUMNS_BYTES * (1 + offsets))
 
 
 # --- the product ------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _add_group(builder, unpacked, rows, x, x_stride, weights, eights, scales, su
         sources = row_addresses(builder, x, x_stride, count)
 
         def add(number, values, sources=sources):
-            size = _EIGHT_UNPACKED if unpacked else _EIGHT_BYTES
+            size = EIGHT_UNPACKED if unpacked else EIGHT_BYTES
             at = builder.add(weights, builder.mul(number, ir.Constant(I64, size)))
             both = None if unpacked else streamed(builder, _WORDS, at, (0, 1))
             own = in_rows(values, 4)
@@ -171,7 +171,7 @@ def _add_group(builder, unpacked, rows, x, x_stride, weights, eights, scales, su
         found = in_rows(repeated(builder, eights, [zero] * 4 * count, add), 4)
         its_scales = [load(builder, SUMS, after(builder, scales, 64 * half), 4) for half in (0, 1)]
         for row, own in enumerate(found):
-            at = after(builder, totals, _COLUMNS_BYTES * row)
+            at = after(builder, totals, COLUMNS_BYTES * row)
             for half in (0, 1):
                 to = after(builder, at, 64 * half)
                 total = load(builder, SUMS, to, 4)
@@ -183,8 +183,8 @@ def _add_group(builder, unpacked, rows, x, x_stride, weights, eights, scales, su
                 of_row = after(builder, sums, builder.mul(sums_stride, ir.Constant(I64, row)))
                 negative = builder.fneg(load(builder, ir.FloatType(), of_row, 4))
                 for half in (0, 1):
-                    to = after(builder, totals, _COLUMNS_BYTES * row + 64 * half)
-                    offset = load(builder, SUMS, after(builder, scales, _COLUMNS_BYTES + 64 * half), 4)
+                    to = after(builder, totals, COLUMNS_BYTES * row + 64 * half)
+                    offset = load(builder, SUMS, after(builder, scales, COLUMNS_BYTES + 64 * half), 4)
                     total = builder.call(
                         multiply_add, [spread(builder, negative), offset, load(builder, SUMS, to, 4)]
                     )
@@ -207,25 +207,24 @@ def _adding(unpacked: bool):
 _add_packed, _add_unpacked = _adding(False), _adding(True)
 
 
+def unpack_eights(builder, weights, begin, end, to):
+    """Store the weights of eights [begin, end) of a panel: [eight][two inputs][output][2] in bf16."""
+    with counted(builder, begin, end) as number:
+        at = builder.add(weights, builder.mul(number, ir.Constant(I64, EIGHT_BYTES)))
+        both = streamed(builder, _WORDS, at, (0, 1))
+        target = builder.add(to, builder.mul(number, ir.Constant(I64, EIGHT_UNPACKED)))
+        for word in range(4):
+            for half, value in enumerate(_unpacked(builder, both, word)):
+                place = after(builder, target, 128 * word + 64 * half)
+                builder.store(value, builder.inttoptr(place, WEIGHTS.as_pointer()), align=4)
+
+
 @intrinsic
 def _unpack(typing, weights, eights, to):
-    """[eight][two inputs][output][2] in bf16."""
-
     def codegen(context, builder, signature, args):
         if has_instruction():
             weights, eights, to = args
-            with counted(builder, ir.Constant(I64, 0), eights) as number:
-                both = streamed(
-                    builder,
-                    _WORDS,
-                    builder.add(weights, builder.mul(number, ir.Constant(I64, _EIGHT_BYTES))),
-                    (0, 1),
-                )
-                target = builder.add(to, builder.mul(number, ir.Constant(I64, _EIGHT_UNPACKED)))
-                for word in range(4):
-                    for half, value in enumerate(_unpacked(builder, both, word)):
-                        place = after(builder, target, 128 * word + 64 * half)
-                        builder.store(value, builder.inttoptr(place, WEIGHTS.as_pointer()), align=4)
+            unpack_eights(builder, weights, ir.Constant(I64, 0), eights, to)
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 3)), codegen
@@ -237,7 +236,7 @@ def _store(typing, rows, totals, out, out_stride, columns):
         if has_instruction():
             rows, totals, out, out_stride, columns = args
             with counted(builder, ir.Constant(I64, 0), rows) as row:
-                at = builder.add(totals, builder.mul(row, ir.Constant(I64, _COLUMNS_BYTES)))
+                at = builder.add(totals, builder.mul(row, ir.Constant(I64, COLUMNS_BYTES)))
                 own = [load(builder, SUMS, after(builder, at, 64 * half), 4) for half in (0, 1)]
                 store_rows(
                     builder, [own], builder.add(out, builder.mul(row, out_stride)), out_stride, columns
@@ -260,14 +259,14 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, group, sums, first, la
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last). `group`: its inputs; `sums`: the address
     of each row's sums of x by group, float32; 0: there are no offsets."""
     groups = (inputs + group - 1) // group
-    beside = _COLUMNS_BYTES * (2 if sums else 1)
+    beside = COLUMNS_BYTES * (2 if sums else 1)
     panel_size = inputs * (PANEL // 2) + groups * beside
     unpack = rows > MAX_ROWS and group * PANEL * 2 <= _UNPACKED_BYTES
     together = MAX_ROWS
     if unpack:
-        together = max(MAX_ROWS, _ROWS_BYTES // max(inputs * 2, _COLUMNS_BYTES) // MAX_ROWS * MAX_ROWS)
+        together = max(MAX_ROWS, _ROWS_BYTES // max(inputs * 2, COLUMNS_BYTES) // MAX_ROWS * MAX_ROWS)
     together = max(1, min(together, rows))
-    room = together * _COLUMNS_BYTES
+    room = together * COLUMNS_BYTES
     buffer = np.empty(room + (group * PANEL * 2 if unpack else 0) + 64, np.uint8)
     totals = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
     unpacked = totals + room
@@ -275,12 +274,12 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, group, sums, first, la
         here = min(together, rows - top)
         tiles = (here + MAX_ROWS - 1) // MAX_ROWS
         for panel in range(first, last):
-            _begin(totals, here, bias + panel * _COLUMNS_BYTES)
+            _begin(totals, here, bias + panel * COLUMNS_BYTES)
             at = panels + panel * panel_size
             for number in range(groups):
                 begin = number * group
                 eights = (min(inputs, begin + group) - begin) // 8
-                scales = at + eights * _EIGHT_BYTES
+                scales = at + eights * EIGHT_BYTES
                 if unpack:
                     _unpack(at, eights, unpacked)
                 for tile in range(tiles):
@@ -288,7 +287,7 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, group, sums, first, la
                     count = here * (tile + 1) // tiles - row
                     source = x + ((top + row) * inputs + begin) * 2
                     its_sums = sums + ((top + row) * groups + number) * 4 if sums else 0
-                    to = totals + row * _COLUMNS_BYTES
+                    to = totals + row * COLUMNS_BYTES
                     if unpack:
                         _add_unpacked(
                             count, source, inputs * 2, unpacked, eights, scales, its_sums, groups * 4, to

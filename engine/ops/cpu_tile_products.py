@@ -55,7 +55,7 @@ _SLICE_STEPS = 16  # 32 KiB of a panel; first-level caches have 48 KiB
 # beside it products took a tenth longer; with 0.5 MiB long rows leave too few tiles to read a panel for.
 _ROWS_BYTES = 768 << 10
 _SUMS_BYTES = TILE_ROWS * PANEL_STRIDE
-_PACKED_STEP = REGISTER_ROWS * STEP * 2
+PACKED_STEP = REGISTER_ROWS * STEP * 2
 
 
 def takes(inputs: int) -> bool:
@@ -97,10 +97,10 @@ def _multiply_slice(
                 prefetch(builder, builder.add(line, builder.mul(number, ir.Constant(I64, 64))), 2)
             builder.store(line_end, line_at)
             end = builder.add(begin, per_step)
-            with counted(builder, begin, _least(builder, end, own_rows)) as row:
+            with counted(builder, begin, least(builder, end, own_rows)) as row:
                 to = builder.add(own_out, builder.mul(row, out_stride))
                 prefetch(builder, to, to_write=True)
-            _store(builder, begin, _least(builder, end, of_rows), stored, out, out_stride, columns)
+            _store(builder, begin, least(builder, end, of_rows), stored, out, out_stride, columns)
             builder.store(end, row_at)
 
         rows = Source(x, builder.add(x, x_lower), x_stride, x_step, passing=True)
@@ -114,7 +114,7 @@ def _multiply_slice(
     return types.void(*([types.int64] * 20)), codegen
 
 
-def _least(builder, a, b):
+def least(builder, a, b):
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
@@ -140,7 +140,7 @@ def _store_sums(typing, of_rows, stored, out, out_stride, columns):
 
 
 @njit(inline="always")
-def _pack(x, rows, stride, to):
+def pack_rows(x, rows, stride, to):
     """[rows, inputs] → [16 rows][32 inputs][row]. What lies behind the last row is anything."""
     for row in range(rows):
         source = integers(x + row * stride)
@@ -148,7 +148,7 @@ def _pack(x, rows, stride, to):
         target = integers(to + (row - within) * stride + within * STEP * 2)
         for step in range(stride // (STEP * 2)):
             for word in range(STEP // 4):
-                target[step * (_PACKED_STEP // 8) + word] = source[step * (STEP // 4) + word]
+                target[step * (PACKED_STEP // 8) + word] = source[step * (STEP // 4) + word]
 
 
 @compiled
@@ -165,7 +165,7 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, blocks, first, last):
     buffer = np.empty((together if slices > 1 else 1) * _SUMS_BYTES + room + 64, np.uint8)
     packed = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
     kept = packed + room
-    x_stride, x_step = (STEP * 2, _PACKED_STEP) if packs else (stride, STEP * 2)
+    x_stride, x_step = (STEP * 2, PACKED_STEP) if packs else (stride, STEP * 2)
     of_rows, stored, to, columns, packed_block = 0, kept, out, 0, -1  # of the tile before
     if packs:
         begin_tiles(REGISTER_ROWS, REGISTER_ROWS)
@@ -176,7 +176,7 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, blocks, first, last):
         top, bottom = tall * block // blocks, tall * (block + 1) // blocks
         if packs and block != packed_block:
             row = top * TILE_ROWS
-            _pack(x + row * stride, min(rows, bottom * TILE_ROWS) - row, stride, packed)
+            pack_rows(x + row * stride, min(rows, bottom * TILE_ROWS) - row, stride, packed)
             packed_block = block
         lines = (PANEL + bottom - top - 1) // (bottom - top)
         for part in range(slices):

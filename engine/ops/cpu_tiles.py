@@ -107,10 +107,17 @@ class Source(NamedTuple):
 
 
 def accumulate_tiles(
-    builder, instruction: str, rows: Source, panel: Source, steps: ir.Value, within: Callable[[], None]
+    builder,
+    instruction: str,
+    rows: Source,
+    panel: Source,
+    steps: ir.Value,
+    within: Callable[[], None],
+    *,
+    lower: bool = True,
 ) -> None:
-    """Add the products of `steps` steps to registers 0 to 3. `within` builds what is computed beside those of a step;
-    `builder` ends after the loop."""
+    """Add the products of `steps` steps to registers 0 to 3; without `lower` rows, to 0 and 1. `within` builds what is
+    computed beside those of a step; `builder` ends after the loop."""
     void = ir.VoidType()
     product = declare(builder, f"llvm.x86.{instruction}", void, _I8, _I8, _I8)
     entry, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
@@ -119,17 +126,21 @@ def accumulate_tiles(
     step = builder.phi(I64)
     step.add_incoming(ir.Constant(I64, 0), entry)
     for second in (False, True):
-        for number, source in ((6, panel), (4, rows)):
+        for number, source in ((6, panel), (4, rows)) if lower or not second else ((6, panel),):
             offset = builder.mul(step, _number(source.step))
             address = after(builder, source.second if second else source.first, offset)
             load_tile(builder, number + second, address, source.stride, passing=source.passing)
-    for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
+    for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)][: 4 if lower else 2]):
         builder.call(product, [_register(number), _register(of_rows), _register(of_columns)])
     within()
     following = builder.add(step, ir.Constant(I64, 1))
     step.add_incoming(following, builder.block)
     builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
     builder.position_at_end(done)
+
+
+def zero_tile(builder, number: int) -> None:
+    builder.call(declare(builder, "llvm.x86.tilezero", ir.VoidType(), _I8), [_register(number)])
 
 
 def load_tile(builder, number: int, address, stride, *, passing: bool = False) -> None:
@@ -167,13 +178,12 @@ def _product(begins_with_zero: bool) -> Any:
 
 
 def _multiply(builder, begins_with_zero, x, x_stride, panel, pairs, out, out_stride):
-    zero = declare(builder, "llvm.x86.tilezero", ir.VoidType(), _I8)
     height = ir.Constant(I64, REGISTER_ROWS)
     lower = builder.add(out, builder.mul(out_stride, height))
     sums = [(0, out), (1, after(builder, out, 64)), (2, lower), (3, after(builder, lower, 64))]
     for number, address in sums:
         if begins_with_zero:
-            builder.call(zero, [_register(number)])
+            zero_tile(builder, number)
         else:
             load_tile(builder, number, address, out_stride)
     rows = Source(x, builder.add(x, builder.mul(x_stride, height)), x_stride, _ROW_BYTES)

@@ -1,4 +1,5 @@
-"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py, engine/ops/cpu_nibbles.py)."""
+"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py, engine/ops/cpu_nibbles.py and
+cpu_nibble_tiles.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
 from engine.model.config import ModelConfig
-from engine.ops import cpu_nibbles, cpu_products, cpu_tiles
+from engine.ops import cpu_nibbles, cpu_products
 from engine.ops.codes import FP8, NIBBLES
 from engine.quant import coded, formats, stored
 from engine.request import EngineRequest, SamplingParams
@@ -121,8 +121,7 @@ def test_tokens_are_those_of_a_checkpoint_of_rounded_numbers(how, variant, check
 
 
 @pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
-def test_a_cpu_keeps_the_four_bits(checkpoint, monkeypatch):
-    monkeypatch.setattr(cpu_tiles, "supported", lambda *kind: False)
+def test_a_cpu_keeps_the_four_bits(checkpoint):
     lines: list[str] = []
     model = checkpoint("llama")
     config = EngineConfig(model=model, dtype="bfloat16", quantization="int4", kv_memory_bytes=1 << 20)
