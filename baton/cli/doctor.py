@@ -13,6 +13,8 @@ from cluster.errors import ConfigError
 from cluster.redis.rights import Component
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from baton.doctor.checks import Check
 
 EXIT_MISSING = 2
@@ -70,7 +72,8 @@ def doctor(
     if external and kubeconfig is None and not context and not values_only and not names_cluster():
         no_cluster = "no kubeconfig here, and this is no pod: name one with --kubeconfig for all checks"
         checks = [*external, Check("kubernetes", "info", "not checked", no_cluster)]
-        found, page = report.of_checks(checks), report.checks_table(checks)
+        found = report.of_checks(checks)
+        page: RenderableType = report.checks_table(checks)
     else:
         with connect(kubeconfig, context) as api:
             reader = Reader(api, namespace or default_namespace(kubeconfig, context), timeout)

@@ -27,12 +27,12 @@ class Part:
 
     @property
     def width(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
     @property
     def own_inputs(self) -> int:
         """Of this rank."""
-        return self.columns.stop - self.columns.start
+        return int(self.columns.stop - self.columns.start)
 
     def own_b(self, config: ModelConfig, b: Tensor) -> Tensor:
         """[outputs, rank] of the module → [width, rank]."""

@@ -317,11 +317,16 @@ def test_a_mask_that_does_not_get_the_processor_fails_no_request(model, monkeypa
     compiled = engine.grammars.get(FOUR_DIGITS, "")
 
     class Delayed:
+        size_bytes = 0
+
         def matcher(self):
             matcher = compiled.matcher()
-            return SimpleNamespace(
-                accept=matcher.accept, fill=lambda words: time.sleep(0.3) or matcher.fill(words)
-            )
+
+            def fill(words):
+                time.sleep(0.3)
+                matcher.fill(words)
+
+            return SimpleNamespace(accept=matcher.accept, fill=fill)
 
     answers = serve(engine, replace(grammar_request("a", FOUR_DIGITS), compiled=Delayed()))
     assert answers.error("a") is None and len(answers.text("a")) == 4

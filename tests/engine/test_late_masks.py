@@ -240,10 +240,9 @@ def test_a_step_waits_once_for_all_its_masks(model, monkeypatch):
 
 def test_slow_masks_of_one_tenant_delay_none_of_others(model, monkeypatch):
     """They took turns by masks: beside one of half a second, each token of another tenant's waited that long."""
-    engine, gate = grammar_engine(model), threading.Event()
+    engine, gate, begun = grammar_engine(model), threading.Event(), threading.Event()
     monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 0.0)
     slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: gate.wait(30) if begun.is_set() else None)
-    begun = threading.Event()
     engine.add(replace(slow, tenant="a"))
     while not engine.step().tokens:
         pass

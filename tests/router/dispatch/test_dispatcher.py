@@ -16,7 +16,6 @@ from cluster.errors import PeerLostError, UnreadableAnswerError
 from router.dispatch import dispatcher
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.unreachable_pairs import UnreachablePairs
-from router.placement.types import Placed
 from router.request.completion import Completion
 from tests.router.dispatch.scripted_attempts import NEW, PROMPT, D, P, Scripted, World, deliver, end, token
 from wire import common_pb2
@@ -78,7 +77,8 @@ async def test_a_request_that_ends_at_its_prefill_worker_has_met_no_decode_worke
     """An embedding put a pair that does not meet back into use."""
     world = World(text, [])
     pairs = world.services.pairs = UnreachablePairs(lambda: 0.0)
-    pairs.failed(Placed(world.p, world.d, 0, 0, False), PeerLostError("not reached"))
+    placed: Any = SimpleNamespace(prefill=world.p, decode=world.d)
+    pairs.failed(placed, PeerLostError("not reached"))
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     monkeypatch.setattr(
         Scripted, "start", lambda made: (made.came(P, token(PROMPT)), made.ends(P, end("DONE")))

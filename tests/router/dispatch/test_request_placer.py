@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from router.placement.kv_groups import KvGroups
 from router.placement.types import KvGroup
 from router.request.completion import Completion
 from tests.router.dispatch.scripted_attempts import World
+from tests.router.request.adapter_workers import WORKER
 from wire import common_pb2
 
 MEAN, LAST_TOKEN = common_pb2.POOLING_MEAN, common_pb2.POOLING_LAST_TOKEN
@@ -76,7 +78,7 @@ async def test_another_kv_group_is_tried_until_the_client_has_something(text, mo
 async def test_each_choice_stays_with_its_kv_group(text, monkeypatch):
     """A choice without tokens went to another group, and its sibling was continued there: by another model in a roll."""
     world: Any = World(text, [])
-    old, new = (SimpleNamespace(model_id=one, page_size=16, layout=b"") for one in ("old", "new"))
+    old, new = (replace(WORKER, model_id=one) for one in ("old", "new"))
     groups = {"serving": [old, new]}
 
     def kv_group(before: Any, model: str, failed: Any) -> Any:

@@ -160,7 +160,7 @@ def test_the_document_allows_what_is_accepted(gateways: dict[str, StubGateway]) 
 
 async def _of_two_models(gateway: StubGateway) -> list[dict[str, Any]]:
     """The bodies, of which the router accepts each."""
-    prompts = [
+    prompts: list[dict[str, Any]] = [
         {"prompt": [5] * 200},
         {"prompt": "a", "max_tokens": 200},
         {"prompt": "a", "stop_token_ids": []},

@@ -86,6 +86,7 @@ def test_a_completions_token_is_among_its_alternatives(text, tokens, count):
     """Also one that is none of the k most probable ones, as at OpenAI; a chat's are these alone."""
     sampling = common_pb2.SamplingParams(logprobs=True, top_logprobs=count)
     shown = CompletionShape(Completion("id", "m", [1], sampling), text, 0, "id", False).logprobs(0, tokens)
+    assert shown is not None
     for name, logprob, top in zip(
         shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True
     ):
