@@ -55,7 +55,7 @@ check-subjects:  ## Subjects of the commits since SINCE=origin/main: at most 72 
 
 SYSTEM_TESTS = $(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers"
 # Two processes share these in this order, a file each at a time: the longest files first, those of the chart fill the rest.
-SYSTEM_FILES = wheel adapters embeddings first_process messages openai prompt_logprobs redis_tls redis_topologies several_models
+SYSTEM_FILES = wheel models_and_adapters adapters embeddings first_process messages openai prompt_logprobs redis_tls redis_topologies several_models
 SYSTEM_SHARED = tests/engine/kernels tests/engine/test_warm_up.py $(SYSTEM_FILES:%=tests/system/test_%.py) \
 	tests/system/ui tests/system/images tests/system/helm
 # Then one process runs the others, which watch recoveries and loads.
