@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import fcntl
 import os
@@ -40,6 +41,8 @@ def quick(monkeypatch):
 
 def ends(number):
     faulthandler.disable()
+    with contextlib.suppress(OSError):  # a handler of another test in this process
+        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.kill(os.getpid(), number)
 
