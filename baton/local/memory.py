@@ -74,7 +74,9 @@ def _share(pool: PoolMemory, machine: Machine, ranks: Counter[int]) -> int:
         if not limits:  # the worker refuses to start, and names the card
             continue
         room = room_bytes(limits, pool.utilization) - (machine.set_aside if location == HOST else 0)
-        if room < ranks[location] * RANK_BYTES:
+        # With a given size of the KV pool, check_given compares with what is free
+        least = 1 if pool.kv_bytes else RANK_BYTES
+        if room < ranks[location] * least:
             smallest = min(limits, key=lambda limit: room_bytes([limit], pool.utilization))
             raise ConfigError(
                 f"--memory-utilization {pool.utilization:g} of {_in_gib(smallest.total)}, {_in_gib(smallest.used)} of "

@@ -41,6 +41,7 @@ class LoadedAdapters:
         self._wanted, self._is_for = wanted, is_for
         self._seen: tuple[Sequence[WorkerInfo], Mapping[str, Wanted]] | None = None
         self._loaded: Mapping[str, str] = {}  # when the model had workers last
+        self._by_calls: set[str] = set()  # of these, those that were wanted
         self._found: Mapping[str, str] = {}
 
     def __call__(self) -> Mapping[str, str]:
@@ -53,11 +54,13 @@ class LoadedAdapters:
         ready = [one for one in workers if one.state == "ready"]
         own = [one for one in ready if self._of_model(one)]
         found = dict.fromkeys((name for name, one in wanted.items() if self._is_for(one)), "")
+        self._by_calls |= found.keys()
         if own:
             self._loaded = digests(own)
+            self._by_calls &= found.keys() | self._loaded.keys()
             found |= self._loaded
-        else:
-            found |= dict.fromkeys(self._loaded, "")
+        else:  # but what was unloaded meanwhile
+            found |= dict.fromkeys((name for name in self._loaded if name not in self._by_calls), "")
         return dict(sorted(found.items())) if ready else NoWorkers(sorted(found.items()))
 
 

@@ -73,6 +73,10 @@ class FieldLimits:
         """Whether it is a name of this model, or of an adapter of it."""
         return self._is_own(model) or model in self.adapters()
 
+    def serves_now(self, model: str) -> bool:
+        """Of an adapter: whether a worker has it."""
+        return self._is_own(model) or bool(self.adapters().get(model))
+
     def _is_own(self, model: str) -> bool:
         return not model or model == self.served_model or model in self.settings.model_aliases
 

@@ -27,7 +27,7 @@ def bound_gap(part: Mapping[str, Any]) -> Gap | None:
     if part.keys().isdisjoint(_SIDES):
         return None
     given = part.get("type")
-    kinds = set(given) if isinstance(given, list) else {given}
+    kinds = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     if given is not None and kinds.isdisjoint(("integer", "number")):
         return None
     check = _of_number if given is None or "number" in kinds else _of_integer

@@ -1,7 +1,9 @@
 """Schemas for which llguidance's grammar has answers that the schema does not validate. They are refused.
 
 minProperties        properties are counted, and a name that is not in `required` may be written twice
-pattern              a class of all control characters also has the escapes of `"` and backslash, whatever it leaves out
+pattern              a class of all control characters also has the escapes of `"` and backslash, whatever it leaves out;
+                     `[`, `&&`, `~~` and `--` within a class make sets of sets
+const, enum          whole numbers are read as floats
 control characters   one without a short escape is left out of the text of `const` and `enum`, and where a pattern names it
 bounds               of large and of long numbers (schema_bounds.py)
 """
@@ -13,10 +15,11 @@ import re
 import re._parser as regex_parser  # type: ignore[import-not-found]  # its tree of a pattern
 import warnings
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.rewriting import is_number
-from router.request.schema_bounds import Gap, bound_gap
+from router.request.schema_bounds import LEAST_INTEGER, Gap, bound_gap
 
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
 _QUOTED = (ord('"'), ord("\\"))
@@ -47,8 +50,8 @@ def gap_of(part: Mapping[str, Any]) -> Gap | None:
         ("/const", part.get("const")),
         *enumerate(values if isinstance(values, list) else ()),
     ]:
-        if character := _control_in(value):
-            return Gap(place if isinstance(place, str) else f"/enum/{place}", _control(character))
+        if reason := _why_no_value(value):
+            return Gap(place if isinstance(place, str) else f"/enum/{place}", reason)
     return bound_gap(part)
 
 
@@ -56,20 +59,32 @@ def _control(character: str) -> str:
     return f"U+{ord(character):04X} is not supported: texts of answers have no escapes by number"
 
 
-def _control_in(value: object) -> str:
-    """A control character in one of its texts that has no short escape. Names in it may have them."""
+def _why_no_value(value: object) -> str:
+    """Of a value that an answer is to have: its texts (names in it may have control characters), its whole numbers."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
             if found := _WITHOUT_ESCAPE.search(one):
-                return found[0]
+                return _control(found[0])
+        elif isinstance(one, int) and not isinstance(one, bool):
+            if abs(one) > 2**53 and one != 2**63 - 1 and not _is_float(one):
+                return "has a whole number that no float is, and would be another one"
         elif isinstance(one, Mapping | list):
             waiting += one.values() if isinstance(one, Mapping) else one
     return ""
 
 
 _CLASS = r"a class of characters has control characters, and not both \" and \\; add \x00-\x1f to what it leaves out"
+
+
+def _is_float(whole: int) -> bool:
+    """Whether the library writes it as it is: below 2^63 all digits of the float, and from there on the fewest."""
+    try:
+        number = float(whole)
+    except OverflowError:
+        return False
+    return number >= LEAST_INTEGER and (int(number) if number < 2**63 else Decimal(repr(number))) == whole
 
 
 def _distinct_names(part: Mapping[str, Any]) -> float:
@@ -83,12 +98,14 @@ def _distinct_names(part: Mapping[str, Any]) -> float:
 
 def _why_not(pattern: str) -> str:
     """Also for classes of a syntax that Python does not read. Empty if answers match the pattern."""
+    if _has_sets_of_sets(pattern):
+        return r"a class has [, &&, ~~ or -- within it, which makes sets of sets; write \[, \&, \~ or \- for a character"
     readable = _BRACED.sub(_escape, _CATEGORY.sub(_stand_in, _NAMED_GROUP.sub("(", pattern)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # sets of sets
             nodes = list(_nodes(regex_parser.parse(readable)))
-    except (re.error, FutureWarning, OverflowError, RecursionError):
+    except (re.error, FutureWarning, ValueError, OverflowError, RecursionError):
         if _NAMED.search(readable):
             return "control characters are not supported: texts of answers have no escapes by number"
         return _CLASS if "[" in pattern else ""
@@ -98,6 +115,22 @@ def _why_not(pattern: str) -> str:
         if not _class_is_exact(node):
             return _CLASS
     return ""
+
+
+def _has_sets_of_sets(pattern: str) -> bool:
+    """Whether a class has what the library, and neither ECMA-262 nor Python, takes for a set or an operation on sets."""
+    in_class, place = False, 0
+    while place < len(pattern):
+        if pattern[place] == "\\":
+            place += 1  # and what follows
+        elif not in_class:
+            in_class = pattern[place] == "["
+        elif pattern[place] == "]":
+            in_class = False
+        elif pattern[place] == "[" or pattern[place : place + 2] in ("&&", "~~", "--"):
+            return True
+        place += 1
+    return False
 
 
 def _escape(found: re.Match[str]) -> str:

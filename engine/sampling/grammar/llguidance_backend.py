@@ -32,6 +32,9 @@ BYTES_PER_COST = 5
 BYTES_PER_ITEM, BYTES_PER_ROW = 8, 40  # of an answer: items of the parser, which stay until it ends
 # Objects of 16,000 tokens take 3 MiB. A grammar of many rules for the same text takes 100 KB per token.
 MAX_ANSWER_BYTES = 16 << 20
+PIECE_TOKENS = (
+    32  # of one call, which holds the interpreter lock: 2,000 tokens of 200 ambiguous rules take 3 s
+)
 MEASURED_TOKENS = 256  # between two looks at all of these, which take half a millisecond
 _SCHEMA = re.compile(r"[:\[,]\s?\{")
 _MULTIPLE = re.compile(r'"multipleOf"\s?:\s?([0-9.]+)')
@@ -69,10 +72,16 @@ class LlguidanceMatcher:
     def accept(self, tokens: Sequence[int]) -> None:
         if not tokens:
             return
-        self._answer += tokens
-        if not self._matcher.consume_tokens(list(tokens)):
-            self._renew()
-        self._grammar.used(self._matcher, len(tokens))
+        for begin in range(0, len(tokens), PIECE_TOKENS):
+            piece = list(tokens[begin : begin + PIECE_TOKENS])
+            self._answer += piece
+            if not self._matcher.consume_tokens(piece):
+                self._renew()
+            self._grammar.used(self._matcher, len(piece))
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raises GrammarDeadEndError."""
         if len(self._answer) - self._measured >= MEASURED_TOKENS:
             self._measured = len(self._answer)
             costs = costs_of(self._matcher)
@@ -100,8 +109,9 @@ class LlguidanceMatcher:
         if not is_full(self._matcher):
             raise self._error()
         self._start, self._matcher = self._grammar.start(instead_of=self._start)
-        if self._answer and not self._matcher.consume_tokens(self._answer):
-            raise self._error()
+        for begin in range(0, len(self._answer), PIECE_TOKENS):
+            if not self._matcher.consume_tokens(self._answer[begin : begin + PIECE_TOKENS]):
+                raise self._error()
 
     def _error(self) -> EngineRequestError:
         reason = reason_of(self._matcher)[:200]

@@ -89,6 +89,8 @@ def test_more_workers_than_the_machine_can_start_are_refused() -> None:
     divide(pools(most - 1, 1), free)
     with pytest.raises(ConfigError, match=rf"{most + 1} ranks of workers.*start fewer"):
         divide(pools(most, 1), free)
+    given = Machine([Limit(4 * GIB, GIB)], [], 0)
+    assert divide(pools(1, 1, utilization=0.8, kv_bytes=64 << 20), given)["decode"] < RANK_BYTES
 
 
 def test_given_pools_on_a_card_are_compared_with_the_card() -> None:

@@ -148,6 +148,21 @@ def test_workers_without_the_adapter_are_excluded_by_name():
     assert [*lacking("m", OLD)] == ["w0"] == [*lacking("m", NEW)]
 
 
+def test_what_was_unloaded_while_its_model_had_no_workers_is_unknown():
+    """It was 503, with the advice to come back, until a worker registered."""
+    view: Any = SimpleNamespace(
+        workers=workers((("called", OLD), ("set", NEW))), wanted={"called": Wanted("d", "1")}
+    )
+    loaded = LoadedAdapters(lambda: view.workers, wanted=lambda: view.wanted)
+    assert loaded() == {"called": OLD, "set": NEW}
+    view.workers = []
+    assert loaded() == {"called": "", "set": ""}
+    view.wanted = {}
+    assert loaded() == {"set": ""}
+    view.workers = workers((("called", OLD), ("set", NEW)))  # they have not unloaded it yet
+    assert loaded() == {"called": OLD, "set": NEW}
+
+
 def test_salts_differ_by_digest():
     services: Any = SimpleNamespace(_salts={})
     salts = [Services.salt(services, "m", "tenant", adapter) for adapter in ("", OLD, NEW)]

@@ -52,6 +52,50 @@ WRONG = [{"const": "a\u0001b"}, {"enum": ["x", "a\u007fb"]}] + [
 ]
 
 
+NUMBERS = [
+    ({"const": 2**53 + 1}, "/const"),
+    ({"enum": ["a", 1234567890123456789]}, "/enum/1"),
+    ({"const": {"id": [2**64 - 1]}}, "/const"),
+    ({"const": -(2**63)}, "/const"),
+    ({"const": 10**400}, "/const"),
+]
+
+
+@pytest.mark.parametrize(("schema", "place"), NUMBERS, ids=[place for _, place in NUMBERS])
+def test_whole_numbers_that_would_become_others_are_refused(library, schema, place):
+    """A call got another id. The library takes them for floats, and crashes on the least one."""
+    found = tried(library.tokenizer, GrammarSpec("json_schema", json.dumps({"properties": {"x": schema}})))
+    assert found is not None and f"/properties/x{place}" in found[0] and "no float is" in found[0]
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 2**63 - 1, 10**17, -(2**63) + 1024, 2**60])
+def test_whole_numbers_that_are_floats_are_written(library, value):
+    assert library.refusal({"const": value}) == ""
+    assert library.accepts({"const": value}, str(value))
+
+
+@pytest.mark.parametrize("pattern", ["^[a[b]c]$", "^[^&&a]$", "^[^~~a]$", "^[_[:alnum:]]+$", "^[a--c]$"])
+def test_sets_of_sets_in_classes_are_refused(library, pattern):
+    assert "sets of sets" in library.refusal({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("pattern", [r"^[a\[b]$", "^[a&b~c-]$", r"^\[a&&b]$", "^a&&b~~c--d$"])
+def test_the_same_characters_are_no_sets_elsewhere(library, pattern):
+    assert library.refusal({"type": "string", "pattern": pattern}) == ""
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": {}, "minimum": 1},
+        {"type": [{}], "minimum": 1},
+        {"type": "string", "pattern": "(?a)(?u)x"},
+    ],
+)
+def test_what_is_no_schema_at_all_is_refused_and_raises_nothing(library, schema):
+    assert library.refusal(schema)
+
+
 @pytest.mark.parametrize("schema", WRONG, ids=map(json.dumps, WRONG))
 def test_control_characters_that_have_no_short_escape_are_refused(library, schema):
     """The library still leaves them out."""

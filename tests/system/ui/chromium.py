@@ -72,6 +72,7 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._number = 0
+        self._sending = threading.Lock()  # the thread that reads events answers some of them
         self._answers: dict[int, queue.Queue[Message]] = {}
         self._listeners: dict[str, Callable[[Message], None]] = {}
         self._thread = threading.Thread(target=self._listen, name="browser", daemon=True)
@@ -92,13 +93,14 @@ class Browser:
         return result
 
     def _send(self, method: str, parameters: Message | None, session: str) -> int:
-        self._number += 1
-        self._answers[self._number] = queue.Queue(1)
-        message: Message = {"id": self._number, "method": method, "params": parameters or {}}
-        if session:
-            message["sessionId"] = session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        return self._number
+        with self._sending:
+            self._number = number = self._number + 1
+            self._answers[number] = queue.Queue(1)
+            message: Message = {"id": number, "method": method, "params": parameters or {}}
+            if session:
+                message["sessionId"] = session
+            os.write(self._write, json.dumps(message).encode() + b"\0")
+        return number
 
     def tell(self, method: str, parameters: Message, session: str) -> None:
         """Do not wait: called on the thread that reads events, which would wait for itself."""

@@ -103,6 +103,18 @@ def test_adapters_without_workers_are_not_listed_and_keep_to_their_model_and_key
         several.model("no").validator.limits.check_model("no")
 
 
+def test_a_name_leads_to_the_model_whose_workers_have_the_adapter(gateway: StubGateway) -> None:
+    """One that is only wanted, or was there, took the name: 503 although another model's workers had it."""
+    text = gateway.first.text
+    loaded = {"tiny": {"x": ""}, "second": {"x": "1" * 32}}
+    several = StubGateway(text, {"models": gateway.config.models})
+    several.first = stub_model(several.config, text, adapters=lambda: loaded["tiny"])
+    several.further = further_models(several.config, {"second": text}, lambda name: lambda: loaded[name])
+    assert several.model("x").name == "second"
+    loaded["second"] = {"x": ""}
+    assert several.model("x").name == "tiny"
+
+
 def test_a_name_of_two_adapters_or_of_a_model_is_listed_once_and_logged_once(
     gateway: StubGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
