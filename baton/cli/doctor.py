@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -80,14 +80,20 @@ def doctor(
             facts = reader.read(permissions=not without_permissions)
         checks, values = [*judge(facts), *external], values_for(facts)
         found, page = report.as_json(facts, checks, values), report.render(facts, checks, values)
+    _show(found, page, values_only=values_only, as_json=as_json)
+    if not found["ok"]:
+        raise typer.Exit(EXIT_MISSING)
+
+
+def _show(found: dict[str, Any], page: RenderableType, *, values_only: bool, as_json: bool) -> None:
+    from baton.doctor import report
+
     if values_only:
         console.file.write(report.as_yaml(found["values"]))
     elif as_json:
         console.file.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         console.print(page)
-    if any(check.grade == "missing" for check in checks):
-        raise typer.Exit(EXIT_MISSING)
 
 
 def _external(redis_url: str, namespace: str, component: Component | None, ray_address: str) -> list[Check]:

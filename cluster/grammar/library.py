@@ -129,7 +129,8 @@ def is_full(matcher: LLMatcher) -> bool:
 
 def is_mismatch(matcher: LLMatcher) -> bool:
     """Whether a matcher has failed because its grammar does not allow a token; else it has met a limit of the library."""
-    return any(one in reason_of(matcher) for one in ("doesn't satisfy the grammar", "parser stopped"))
+    reason = reason_of(matcher)
+    return "doesn't satisfy the grammar" in reason or "parser stopped" in reason
 
 
 class Costs(NamedTuple):

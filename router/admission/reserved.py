@@ -47,7 +47,9 @@ class _Beyond:
         if count <= 0 or self._counted.total(holder) <= own:
             return 0
         if self._in_all.total(ALL) <= own + self._free:
-            return 0  # within the limit, whoever has it: the usual case, without a look at each model
+            return (
+                0  # within the limit for all models together: the usual case, in which no model is looked up
+            )
         return sum(max(0, self._counted.total(one) - part) for one, part in self._kept.items())
 
     def here(self, holder: str) -> int:

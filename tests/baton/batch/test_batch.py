@@ -318,7 +318,7 @@ def test_an_answer_whose_line_could_not_be_read_again_is_a_failed_one(
 
 
 def test_a_priority_of_null_is_none(stub: Stub, tmp_path: Path) -> None:
-    """It was sent as null, which is the class of requests that somebody waits for."""
+    """It was sent as null, which is the class of interactive requests."""
     source = write(tmp_path / "in", line("a", priority=None), line("b", priority=0), line("c"))
     run_batch(source, tmp_path / "out", Sending([stub.url]))
     assert {body["prompt"]: body["priority"] for _, body, _ in stub.seen} == {

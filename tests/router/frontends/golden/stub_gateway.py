@@ -21,6 +21,7 @@ from router.http_endpoint import HttpEndpoint
 from router.observe.traces import Arrival
 from router.request.answer_plan import Formats
 from router.request.completion import Completion, Delta, Outcome
+from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.router.stub_model import NO_FORMATS, stub_model
 from wire import common_pb2, inference_pb2
@@ -108,6 +109,17 @@ async def served(gateway: StubGateway) -> AsyncIterator[str]:
     finally:
         endpoint.stop()
         await serving
+
+
+@contextlib.contextmanager
+def stub_of_two_models() -> Iterator[StubGateway]:
+    """Of `tiny`, also named `one`, and of `second`, also named `two`, with a context of 33 tokens."""
+    text = ModelText(DEMO)
+    second = {"name": "second", "model": DEMO, "aliases": ["two"], "max_model_len": 33}
+    made = StubGateway(text, {"models": [second], "model_aliases": ["one"]})
+    made.further = further_models(made.config, {"second": text})
+    yield made
+    text.close()
 
 
 def told(completion: Completion) -> dict[str, Any]:

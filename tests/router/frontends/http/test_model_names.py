@@ -19,20 +19,15 @@ from cluster.security.keys import Caller
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.request.served_model import NameWatch, further_models, listed
-from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+from tests.router.frontends.golden.stub_gateway import StubGateway, stub_of_two_models
 from tests.router.request.adapter_workers import workers
 from tests.router.stub_model import stub_model
 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[StubGateway]:
-    text = ModelText(DEMO)
-    second = {"name": "second", "model": DEMO, "aliases": ["two"], "max_model_len": 33}
-    made = StubGateway(text, {"models": [second], "model_aliases": ["one"]})
-    made.further = further_models(made.config, {"second": text})
-    yield made
-    text.close()
+    with stub_of_two_models() as made:
+        yield made
 
 
 def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:

@@ -30,19 +30,15 @@ from router.request import model_hint
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served, stub_of_two_models
 from tests.router.stub_model import stub_model
 from wire import inference_pb2 as pb
 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[StubGateway]:
-    text = ModelText(DEMO)
-    second = {"name": "second", "model": DEMO, "aliases": ["two"], "max_model_len": 33}
-    made = StubGateway(text, {"models": [second], "model_aliases": ["one"]})
-    made.further = further_models(made.config, {"second": text})
-    yield made
-    text.close()
+    with stub_of_two_models() as made:
+        yield made
 
 
 def test_names_and_aliases_lead_to_a_model(gateway: StubGateway) -> None:
