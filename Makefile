@@ -172,7 +172,7 @@ proto-check: $(STAMP)
 bench: $(STAMP)  ## Measure beside the machine's own limits; writes out/bench/report.json
 	$(BIN)/python -m bench
 
-bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build, in turns
+bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build and llama.cpp, in turns
 	$(BIN)/python -m bench.peers
 
 bench-routers: $(STAMP)  ## Processor time of Baton's router, Dynamo's frontend and sglang-router before stub workers, in turns

@@ -16,6 +16,7 @@ SECTIONS = (
     "engine",
     "int8",
     "int4",
+    "experts",
     "quality",
     "speculation",
     "grammars",

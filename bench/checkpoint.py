@@ -28,10 +28,23 @@ _TOKENIZER_CONFIG = {
     "clean_up_tokenization_spaces": False,
 }
 
+_DENSE_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_EXPERTS_CONFIG = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Llama-shaped, without biases, embeddings not tied."""
+    """Llama-shaped, or Mixtral-shaped with `experts` in each layer; without biases, embeddings not tied. `intermediate` is
+    one expert's."""
 
     layers: int = 16
     hidden: int = 1024
@@ -41,27 +54,29 @@ class ModelShape:
     intermediate: int = 2816
     vocab: int = 8192
     context_tokens: int = CONTEXT_TOKENS
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of one layer's matrix products, as an engine runs them: q, k and v in one, gate
+        """(inputs, outputs) of one layer's matrix products for a token, as an engine runs them: q, k and v in one, gate
         and up in one."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return [
-            (self.hidden, q + 2 * kv),
-            (q, self.hidden),
-            (self.hidden, 2 * self.intermediate),
-            (self.intermediate, self.hidden),
-        ]
+        attention = [(self.hidden, q + 2 * kv), (q, self.hidden)]
+        mlp = [(self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)]
+        if not self.experts:
+            return attention + mlp
+        return [*attention, (self.hidden, self.experts), *mlp * self.experts_per_token]
 
     @property
     def linear_weights(self) -> int:
-        """Parameters in all layers' matrices."""
+        """Parameters in all layers' matrices that a token is multiplied by."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
     def decode_weight_bytes(self) -> int:
-        """Bytes that one decode step reads: all matrices and the output head, bf16. Of the embedding only a row."""
+        """Bytes that a decode step of one sequence reads: its matrices and the output head, bf16. Of the embedding
+        only a row."""
         return 2 * (self.linear_weights + self.vocab * self.hidden)
 
     @property
@@ -95,8 +110,7 @@ def write_model(directory: Path, shape: ModelShape, seed: int = 0, device: str =
 
 def _config(shape: ModelShape) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(_EXPERTS_CONFIG | _expert_counts(shape) if shape.experts else _DENSE_CONFIG),
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab,
@@ -111,11 +125,13 @@ def _config(shape: ModelShape) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
         "eos_token_id": shape.vocab - 1,
         "bos_token_id": None,
     }
+
+
+def _expert_counts(shape: ModelShape) -> dict[str, Any]:
+    return {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
 
 
 def _write_weights(file: Path, shape: ModelShape, seed: int, device: str) -> None:
@@ -141,10 +157,21 @@ def _matrices(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
         yield f"{layer}.self_attn.k_proj.weight", (kv, shape.hidden)
         yield f"{layer}.self_attn.v_proj.weight", (kv, shape.hidden)
         yield f"{layer}.self_attn.o_proj.weight", (shape.hidden, q)
+        if shape.experts:
+            yield from _expert_matrices(f"{layer}.block_sparse_moe", shape)
+            continue
         yield f"{layer}.mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
         yield f"{layer}.mlp.up_proj.weight", (shape.intermediate, shape.hidden)
         yield f"{layer}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
     yield "lm_head.weight", (shape.vocab, shape.hidden)
+
+
+def _expert_matrices(mixture: str, shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"{mixture}.gate.weight", (shape.experts, shape.hidden)
+    for index in range(shape.experts):
+        yield f"{mixture}.experts.{index}.w1.weight", (shape.intermediate, shape.hidden)
+        yield f"{mixture}.experts.{index}.w3.weight", (shape.intermediate, shape.hidden)
+        yield f"{mixture}.experts.{index}.w2.weight", (shape.hidden, shape.intermediate)
 
 
 def _norms(shape: ModelShape) -> Iterator[str]:

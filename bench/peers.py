@@ -1,7 +1,8 @@
-"""`python -m bench.peers`: the same workloads against vLLM's CPU build and against us, in turns, in one run.
+"""`python -m bench.peers`: the same workloads against vLLM's CPU build, llama.cpp and us, in turns, in one run.
 
-Our load generator sends the same prompts to every server over OpenAI's HTTP API. The order is A B C D, A B C D: noise of
-the machine affects all of them. Reported are medians over the rounds.
+Our load generator sends the same prompts to every server over OpenAI's HTTP API. The servers take turns, in every other
+round in reverse order: noise of the machine affects all of them. Reported are medians over the rounds, and ratios to each
+peer within a round with the 95 % interval of their median.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from bench import machine, report, router_peers, vllm_peer
+from bench import gguf_file, llama_peer, machine, report, router_peers, vllm_peer
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
+from bench.pairs.ratios import interval
 from bench.sections.concurrent8 import ARRANGEMENTS, COMMON, EVERYWHERE, REQUESTS, WORKLOADS
 from loadgen.report import Report
 from tests.harness import cluster
@@ -33,15 +35,28 @@ SINGLE: dict[str, dict[str, Any]] = {
 }
 Server = Callable[[], AbstractContextManager[str]]
 Measured = dict[str, dict[str, list[float]]]  # server → figure → value of each round
+VLLM, LLAMA, LLAMA_8 = "vLLM", "llama.cpp, bf16", "llama.cpp, Q8_0"
+PEERS = (VLLM, LLAMA, LLAMA_8)
+OURS: dict[str, tuple[str, ...]] = {
+    **{f"Baton, {name}": flags for name, flags in ARRANGEMENTS.items()},
+    "Baton, aggregated, int8": (*ARRANGEMENTS["aggregated"], "--quantization", "int8"),
+}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--environment", type=Path, default=Path("out/peers/vllm"))
+    parser.add_argument(
+        "--environments", type=Path, default=Path("out/peers"), help="where peers are installed"
+    )
+    parser.add_argument(
+        "--servers",
+        default=";".join((*PEERS, *OURS)),
+        help="separated by semicolons; default: %(default)s",
+    )
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
     parser.add_argument(
         "--router",
@@ -53,11 +68,17 @@ def main(arguments: list[str]) -> int:
     context = Context(given.out, Console(), given.quick)
     if given.router:
         return router_peers.main(context, given.rounds)
-    context.say("installing vLLM, once")
-    binaries = vllm_peer.install(given.environment, given.torch_index)
+    names = [name.strip() for name in given.servers.split(";")]
+    if unknown := set(names) - {*PEERS, *OURS}:
+        parser.error(
+            f"--servers: unknown {', '.join(sorted(unknown))}; there are {'; '.join((*PEERS, *OURS))}"
+        )
     facts = machine.describe()
-    measured = measure(context, _servers(context, binaries), 1 if given.quick else given.rounds)
-    section = Section("peers", "Beside vLLM's CPU build", figures(measured), {"rounds": measured})
+    servers = {name: _server(context, name, given) for name in names}
+    measured = measure(context, servers, 1 if given.quick else given.rounds)
+    section = Section(
+        "peers", "Beside vLLM's CPU build and llama.cpp", figures(measured), {"rounds": measured}
+    )
     command = "python -m bench.peers"
     report.write(given.out, facts, [section], command)
     table = "\n".join(_table(measured)) + "\n"
@@ -67,26 +88,32 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _servers(context: Context, binaries: Path) -> dict[str, Server]:
-    def ours(flags: tuple[str, ...]) -> Server:
-        @contextlib.contextmanager
-        def serve() -> Iterator[str]:
-            folder = context.out / "peers"
-            with cluster.run(folder, context.model, *EVERYWHERE, *flags) as running:
-                yield running.http
+def _server(context: Context, name: str, given: argparse.Namespace) -> Server:
+    folder = context.out / "peers"
+    if name in OURS:
+        return lambda: _baton(context, folder, OURS[name])
+    if name == VLLM:
+        context.say("installing vLLM, once")
+        binaries = vllm_peer.install(given.environments / "vllm", given.torch_index)
+        return lambda: vllm_peer.run(binaries, context.model, folder / "vllm.log")
+    context.say("compiling llama.cpp, once")
+    binary = llama_peer.install(given.environments / "llama.cpp")
+    form = name.rpartition(" ")[2].upper()
+    file = gguf_file.write(context.model, context.out / f"model-{form}.gguf", form)
+    return lambda: llama_peer.run(binary, file, folder / "llama.log")
 
-        return serve
 
-    def vllm() -> AbstractContextManager[str]:
-        return vllm_peer.run(binaries, context.model, context.out / "peers" / "vllm.log")
-
-    return {"vLLM": vllm, **{f"Baton, {name}": ours(flags) for name, flags in ARRANGEMENTS.items()}}
+@contextlib.contextmanager
+def _baton(context: Context, folder: Path, flags: Sequence[str]) -> Iterator[str]:
+    with cluster.run(folder, context.model, *EVERYWHERE, *flags) as running:
+        yield running.http
 
 
 def measure(context: Context, servers: dict[str, Server], rounds: int) -> Measured:
     measured: Measured = {name: {} for name in servers}
     for number in range(rounds):
-        for name, serve in servers.items():
+        turns = list(servers.items())
+        for name, serve in turns[:: -1 if number % 2 else 1]:
             context.say(f"round {number + 1} of {rounds}: {name}")
             with serve() as url:
                 for figure, value in _one_round(context, url, number):
@@ -118,16 +145,22 @@ def _load(url: str, number: int, settings: dict[str, Any]) -> Report:
 
 
 def figures(measured: Measured) -> list[Figure]:
-    """Medians, ours with their ratio to vLLM's."""
+    """Medians; ours with their ratio to every peer's."""
     found = []
-    base = measured["vLLM"]
     for server, rows in measured.items():
         for name, values in rows.items():
             value, unit = _scaled(name, statistics.median(values))
-            ratio = statistics.median(values) / statistics.median(base[name])
-            note = "" if server == "vLLM" else f"{ratio:.2f} × vLLM"
+            peers = [] if server in PEERS else [peer for peer in PEERS if peer in measured]
+            note = "; ".join(_beside(peer, values, measured[peer][name]) for peer in peers)
             found.append(Figure(f"{server}: {name}", value, unit, note=note))
     return found
+
+
+def _beside(peer: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The median of the ratios within each round, and its interval."""
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.2f} × {peer} ({low:.2f} to {high:.2f})"
 
 
 def _scaled(name: str, value: float) -> tuple[float, str]:
@@ -137,12 +170,16 @@ def _scaled(name: str, value: float) -> tuple[float, str]:
 def _table(measured: Measured) -> Iterator[str]:
     yield "| | " + " | ".join(measured) + " |"
     yield "|---" * (len(measured) + 1) + "|"
-    for name in measured["vLLM"]:
+    for name in next(iter(measured.values())):
         cells = []
         for rows in measured.values():
             value, unit = _scaled(name, statistics.median(rows[name]))
             cells.append(f"{report.number(value)} {unit}")
         yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    for figure in figures(measured):
+        if figure.note:
+            yield f"- {figure.name}: {figure.note}"
 
 
 if __name__ == "__main__":

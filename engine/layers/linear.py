@@ -145,13 +145,13 @@ class OneJobLinear:
 
     row_bytes = 0
     row_maxima = None
+    team: KernelTeam
     out_features: int
-    _run: Callable[..., None]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.out_features)
-        self._run(*self._job(rows, x.data_ptr(), out.data_ptr()))
+        self.team.run(*self._job(rows, x.data_ptr(), out.data_ptr()))
         return out
 
     def jobs(
@@ -172,7 +172,7 @@ class RowLinear(OneJobLinear, TorchLinear):
         from engine.ops import cpu_jobs, cpu_row_products
 
         super().__init__(weight.contiguous(), bias)
-        self._run, self._code = team.run, cpu_jobs.MULTIPLY_IN_ROWS
+        self.team, self._code = team, cpu_jobs.MULTIPLY_IN_ROWS
         self._items = -(-self.out_features // cpu_row_products.ITEM)
         self._added = torch.zeros(self.out_features) if bias is None else bias
 
@@ -189,7 +189,7 @@ class PanelLinear(OneJobLinear):
         from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
 
         assert weight.dtype is team.dtype, "the team's kernels are compiled for its dtype"
-        self._run = team.run
+        self.team = team
         self.out_features, self._inputs = weight.shape
         self._panels = cpu_products.pack(weight, area)
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, OneJobLinear
 from engine.ops.moe import Routing, Sorted, sigmoid, weighted_sum
 
 Activation = Callable[[Tensor], Tensor]  # [rows, 2 · inner] → [rows, inner]
@@ -49,6 +49,31 @@ class LinearOfEach:
         return out
 
 
+class JobsOfEach:
+    """The same by one list of jobs on a CPU: neither views of rows nor calls for each expert, and the team stays awake."""
+
+    on_host = True
+
+    def __init__(self, linears: Sequence[OneJobLinear], outputs: int):
+        """`linears`: all of one team."""
+        self._linears, self._outputs, self._team = linears, outputs, linears[0].team
+
+    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
+        """`x`: contiguous, of the team's dtype."""
+        out = x.new_empty(len(x), self._outputs)
+        source, target = x.data_ptr(), out.data_ptr()
+        source_row, target_row = (one.shape[1] * one.itemsize for one in (x, out))
+        jobs = [
+            job
+            for expert, begin, end in order.groups
+            for job in self._linears[expert].jobs(
+                end - begin, source + begin * source_row, target + begin * target_row
+            )
+        ]
+        self._team.run_all(self._team.compile(jobs))
+        return out
+
+
 class GroupedMm:
     """The same by one operation of torch, which takes the groups' sizes from the device. Rows of experts that are not held
     come last, and are not written."""
@@ -65,12 +90,13 @@ class GroupedMm:
         return out if self._bias is None else out + self._bias[order.experts()]
 
 
+Products = LinearOfEach | JobsOfEach | GroupedMm
+
+
 class Experts:
     """The routed experts that a rank holds."""
 
-    def __init__(
-        self, gate_up: LinearOfEach | GroupedMm, down: LinearOfEach | GroupedMm, held: range, count: int
-    ):
+    def __init__(self, gate_up: Products, down: Products, held: range, count: int):
         self._gate_up, self._down = gate_up, down
         self._held, self._all = held, len(held) == count
         self._on_host = gate_up.on_host

@@ -9,14 +9,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, MakeLinear, TorchLinear
-from engine.layers.moe import Experts, GroupedMm, LinearOfEach, Mlp, Moe
+from engine.layers.linear import Linear, MakeLinear, OneJobLinear, TorchLinear
+from engine.layers.moe import Experts, GroupedMm, JobsOfEach, LinearOfEach, Mlp, Moe, Products
 from engine.model.expert_weights import ExpertWeights
 from engine.model.experts import ExpertConfig
 from engine.ops.moe import Routing
 
 log = logging.getLogger(__name__)
-Products = LinearOfEach | GroupedMm
 
 
 def make_moe(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -> Moe:
@@ -51,7 +50,8 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
         biases = [bias_of(one) for one in held]
         if not grouped_works(first.device, first.dtype, *first.shape):
             others = (linear(get(one), bias) for one, bias in zip(held[1:], biases[1:], strict=True))
-            return LinearOfEach([linear(first, biases[0]), *others], len(first))
+            each = [linear(first, biases[0]), *others]
+            return _of_each(each, len(first))
         stacked = first.new_empty(len(held), *first.shape)
         for index, one in enumerate(held):
             stacked[index] = get(one)
@@ -61,6 +61,11 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
     held = weights.held
     gate_up = products(weights.gate_up, weights.gate_up_bias)
     return Experts(gate_up, products(weights.down, weights.down_bias), held, config.count)
+
+
+def _of_each(linears: list[Linear], outputs: int) -> Products:
+    by_jobs = [one for one in linears if isinstance(one, OneJobLinear)]
+    return JobsOfEach(by_jobs, outputs) if len(by_jobs) == len(linears) else LinearOfEach(linears, outputs)
 
 
 @cache

@@ -26,7 +26,17 @@ from tests.chaos.faults import FaultInjector
 from tests.chaos.form import Form
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
-from tests.chaos.rows import LINK_POINTS, MATRIX, ROWS, NewAttempts, draw_fault, expanded, redis_of, usual
+from tests.chaos.rows import (
+    LINK_POINTS,
+    MATRIX,
+    ROWS,
+    NewAttempts,
+    chosen,
+    draw_fault,
+    expanded,
+    redis_of,
+    usual,
+)
 from tests.chaos.workload import Workload
 from tests.harness.bounds import PLACEMENT_BACK_SECONDS, REDISPATCH_SECONDS
 
@@ -41,7 +51,11 @@ def main(
     faults: Annotated[int, typer.Option(help="Faults in all, with those of earlier runs of this seed.")] = 50,
     seed: Annotated[str, typer.Option(help="Names the schedule.")] = "1",
     kinds: Annotated[
-        str, typer.Option(help="Only these rows; links, processes, redis, redis-cluster: all of theirs.")
+        str,
+        typer.Option(
+            help="Only these rows, with commas and no spaces between; links, processes, redis, redis-cluster: "
+            "all of theirs."
+        ),
     ] = "",
     baton_clients: Annotated[int, typer.Option()] = 5,
     openai_clients: Annotated[int, typer.Option()] = 2,
@@ -58,7 +72,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
     form = Form(1, 2, mixed=True) if mixed else Form(tensor_parallel, tensor_parallel)
-    names = expanded([name.strip() for name in kinds.split(",") if name.strip()]) or usual(form.ranks)
+    names = expanded(chosen(kinds)) or usual(form.ranks)
     results_file = out / "results.jsonl"
     done = read(results_file, seed)
     if done:

@@ -4,6 +4,7 @@ equally."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -234,6 +235,11 @@ class Fault:
 def usual(ranks: Mapping[str, int]) -> list[str]:
     """The rows of a run without `--kinds`; `ranks`: of a worker, by role."""
     return [name for name, row in ROWS.items() if row.cards and (not row.rank or ranks[row.role] > 1)]
+
+
+def chosen(kinds: str) -> list[str]:
+    """The names in `--kinds`. A name may contain a comma, but always with a space after it."""
+    return [name.strip() for name in re.split(r",(?! )", kinds) if name.strip()]
 
 
 def expanded(names: Sequence[str]) -> list[str]:

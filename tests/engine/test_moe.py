@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engine.layers import moe
 from engine.layers.linear import Linear, PanelLinear
-from engine.layers.moe import Experts, GroupedMm, LinearOfEach, Mlp, Moe
+from engine.layers.moe import Experts, GroupedMm, JobsOfEach, LinearOfEach, Mlp, Moe
 from engine.model import make_moe, weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -39,8 +39,11 @@ def by_rows(weight: Tensor) -> Linear:
     return lambda x: (x[:, None] * weight).sum(-1)
 
 
+TEAM = KernelTeam(2, torch.bfloat16, 16)
+
+
 def by_panels(weight: Tensor) -> Linear:
-    return PanelLinear(weight, None, KernelTeam(1, torch.bfloat16, 16))
+    return PanelLinear(weight, None, TEAM)
 
 
 ROUTINGS = {
@@ -57,7 +60,8 @@ def make(routing: Routing, linear, dtype: torch.dtype) -> Moe:
 
     gate_up = [linear(draw(2 * INNER, HIDDEN, seed=one)) for one in range(COUNT)]
     down = [linear(draw(HIDDEN, INNER, seed=100 + one)) for one in range(COUNT)]
-    experts = Experts(LinearOfEach(gate_up, 2 * INNER), LinearOfEach(down, HIDDEN), range(COUNT), COUNT)
+    of_each = make_moe._of_each
+    experts = Experts(of_each(gate_up, 2 * INNER), of_each(down, HIDDEN), range(COUNT), COUNT)
     shared = Mlp(linear(draw(2 * INNER, HIDDEN, seed=200)), linear(draw(HIDDEN, INNER, seed=201)))
     router = by_rows(random(COUNT, HIDDEN, seed=202, dtype=dtype))
     return Moe(router, routing, experts, shared, linear(draw(1, HIDDEN, seed=203)))
@@ -145,6 +149,29 @@ def test_single_tokens_read_the_weights_of_their_experts_only():
     chosen = torch.tensor([[6, 1], [6, 3]])
     experts(random(2, HIDDEN, seed=1), torch.full((2, 2), 0.5), chosen, gate)
     assert used == [1, 3, 6] * 2
+
+
+@pytest.mark.parametrize("held", [range(COUNT), range(3, 8), range(5, 6)])
+def test_one_list_of_jobs_gives_what_a_call_for_each_expert_gives(held):
+    """To the last bit, with biases, and where a rank holds some of the experts."""
+
+    def linears(outputs: int, inputs: int) -> list[PanelLinear]:
+        sizes = ((outputs, inputs), (outputs,))
+        return [
+            PanelLinear(*(random(*size, seed=one, dtype=torch.bfloat16) / 5 for size in sizes), TEAM)
+            for one in held
+        ]
+
+    gates, downs = linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER)
+    y = random(TOKENS, HIDDEN, seed=5, dtype=torch.bfloat16)
+    weights, chosen = ROUTINGS["softmax"].choose(random(TOKENS, COUNT, seed=6))
+    made = (make_moe._of_each(gates, 2 * INNER), make_moe._of_each(downs, HIDDEN))
+    assert all(isinstance(one, JobsOfEach) for one in made)
+
+    jobs = Experts(*made, held, COUNT)(y, weights, chosen, gate)
+    calls = Experts(LinearOfEach(gates, 2 * INNER), LinearOfEach(downs, HIDDEN), held, COUNT)
+    assert jobs.any()
+    assert torch.equal(jobs, calls(y, weights, chosen, gate))
 
 
 def test_pairs_of_others_come_last():
