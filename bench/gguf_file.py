@@ -84,7 +84,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
 def _interleaved(matrix: Tensor, heads: int) -> Tensor:
     """Rows in the order of llama.cpp's rotary embedding: it turns rows 2i and 2i + 1 of a head together, Hugging Face
     i and i + head_dim / 2. `matrix`: [heads × head_dim, inputs]."""
-    return matrix.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    outputs, inputs = matrix.shape
+    return matrix.view(heads, 2, outputs // heads // 2, inputs).transpose(1, 2).reshape(outputs, inputs)
 
 
 def _name(at: str) -> str:

@@ -75,15 +75,13 @@ def main(arguments: list[str]) -> int:
         )
     facts = machine.describe()
     servers = {name: _server(context, name, given) for name in names}
-    measured = measure(context, servers, 1 if given.quick else given.rounds)
-    section = Section(
-        "peers", "Beside vLLM's CPU build and llama.cpp", figures(measured), {"rounds": measured}
-    )
-    command = "python -m bench.peers"
-    report.write(given.out, facts, [section], command)
-    table = "\n".join(_table(measured)) + "\n"
-    (given.out / "peers.md").write_text(table)
-    context.console.print(Markdown(table))
+    for measured in rounds(context, servers, 1 if given.quick else given.rounds):
+        title = "Beside vLLM's CPU build and llama.cpp"
+        section = Section("peers", title, figures(measured), {"rounds": measured})
+        report.write(given.out, facts, [section], "python -m bench.peers")
+        table = "\n".join(_table(measured)) + "\n"
+        (given.out / "peers.md").write_text(table)
+        context.console.print(Markdown(table))
     context.console.print(f"[dim]{given.out / 'peers.md'}[/dim]")
     return 0
 
@@ -109,16 +107,17 @@ def _baton(context: Context, folder: Path, flags: Sequence[str]) -> Iterator[str
         yield running.http
 
 
-def measure(context: Context, servers: dict[str, Server], rounds: int) -> Measured:
+def rounds(context: Context, servers: dict[str, Server], count: int) -> Iterator[Measured]:
+    """What has been measured so far, after each round."""
     measured: Measured = {name: {} for name in servers}
-    for number in range(rounds):
+    for number in range(count):
         turns = list(servers.items())
         for name, serve in turns[:: -1 if number % 2 else 1]:
-            context.say(f"round {number + 1} of {rounds}: {name}")
+            context.say(f"round {number + 1} of {count}: {name}")
             with serve() as url:
                 for figure, value in _one_round(context, url, number):
                     measured[name].setdefault(figure, []).append(value)
-    return measured
+        yield measured
 
 
 def _one_round(context: Context, url: str, number: int) -> Iterator[tuple[str, float]]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.layers.linear import Linear, OneJobLinear
-from engine.ops.moe import Routing, Sorted, sigmoid, weighted_sum
+from engine.ops.moe import OneToken, Routing, Sorted, sigmoid, weighted_sum
 
+Order = Sorted | OneToken
 Activation = Callable[[Tensor], Tensor]  # [rows, 2 · inner] → [rows, inner]
 
 # Pairs of a token and an expert that are computed together: they bound what a long prompt takes beside its activations.
@@ -41,7 +44,7 @@ class LinearOfEach:
     def __init__(self, linears: Sequence[Linear], outputs: int):
         self._linears, self._outputs = linears, outputs
 
-    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
+    def __call__(self, x: Tensor, order: Order) -> Tensor:
         """x [rows, in], sorted by expert → [rows, out], each row by its expert's matrix."""
         out = x.new_empty(len(x), self._outputs)
         for expert, begin, end in order.groups:
@@ -50,28 +53,53 @@ class LinearOfEach:
 
 
 class JobsOfEach:
-    """The same by one list of jobs on a CPU: neither views of rows nor calls for each expert, and the team stays awake."""
+    """The same by one list of jobs on a CPU, without views of rows and calls for each expert."""
 
     on_host = True
 
     def __init__(self, linears: Sequence[OneJobLinear], outputs: int):
-        """`linears`: all of one team."""
-        self._linears, self._outputs, self._team = linears, outputs, linears[0].team
+        """`linears`: all of one team, of one size."""
+        from engine.ops import cpu_jobs
 
-    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
-        """`x`: contiguous, of the team's dtype."""
+        self._linears, self._outputs, self._team = linears, outputs, linears[0].team
+        # Of every expert for one row: single tokens take these and fill in their addresses.
+        self._single = self._team.compile([job for one in linears for job in one.jobs(1, 0, 0)])
+        self._ahead = cpu_jobs.AHEAD - cpu_jobs.KERNEL
+        first = cpu_jobs.ARGUMENTS - cpu_jobs.KERNEL
+        self._x, self._weights, self._out = (
+            first + at for at in (cpu_jobs.X, cpu_jobs.WEIGHTS, cpu_jobs.OUT)
+        )
+
+    def __call__(self, x: Tensor, order: Order) -> Tensor:
+        """`x`: of the team's dtype; rows of one expert are contiguous."""
         out = x.new_empty(len(x), self._outputs)
-        source, target = x.data_ptr(), out.data_ptr()
-        source_row, target_row = (one.shape[1] * one.itemsize for one in (x, out))
-        jobs = [
-            job
-            for expert, begin, end in order.groups
-            for job in self._linears[expert].jobs(
-                end - begin, source + begin * source_row, target + begin * target_row
-            )
-        ]
-        self._team.run_all(self._team.compile(jobs))
+        self._team.run_all(
+            (self._of_single_rows if isinstance(order, OneToken) else self._of_rows)(x, out, order)
+        )
         return out
+
+    def _of_rows(self, x: Tensor, out: Tensor, order: Order) -> NDArray[np.int64]:
+        source, target = x.data_ptr(), out.data_ptr()
+        source_row, target_row = (one.stride(0) * one.itemsize for one in (x, out))
+        return self._team.compile(
+            [
+                job
+                for expert, begin, end in order.groups
+                for job in self._linears[expert].jobs(
+                    end - begin, source + begin * source_row, target + begin * target_row
+                )
+            ]
+        )
+
+    def _of_single_rows(self, x: Tensor, out: Tensor, order: Order) -> NDArray[np.int64]:
+        """The same where every expert has one row."""
+        listed = self._single[[expert for expert, _, _ in order.groups]]
+        for column, rows in ((self._x, x), (self._out, out)):
+            step = rows.stride(0) * rows.itemsize
+            listed[:, column] = [rows.data_ptr() + at * step for at in range(len(listed))]
+        listed[:-1, self._ahead] = listed[1:, self._weights]
+        listed[-1, self._ahead] = 0
+        return listed
 
 
 class GroupedMm:
@@ -84,7 +112,8 @@ class GroupedMm:
         """`weight` [experts, out, in], `bias` [experts, out]."""
         self._weight, self._bias = weight.transpose(1, 2), bias
 
-    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
+    def __call__(self, x: Tensor, order: Order) -> Tensor:
+        assert isinstance(order, Sorted), "single tokens are sorted too: nothing waits for the device"
         ends = order.counts.cumsum(0, dtype=torch.int32)
         out: Tensor = torch._grouped_mm(x, self._weight, offs=ends)
         return out if self._bias is None else out + self._bias[order.experts()]
@@ -103,6 +132,25 @@ class Experts:
 
     def __call__(self, y: Tensor, weights: Tensor, chosen: Tensor, gate: Activation) -> Tensor:
         """y [tokens, hidden]; weights and chosen [tokens, per_token]."""
+        alone = self._on_host and len(y) == 1
+        rows = self._of_one(y, chosen, gate) if alone else self._of_many(y, chosen, gate)
+        return weighted_sum(rows, weights)
+
+    def _of_one(self, y: Tensor, chosen: Tensor, gate: Activation) -> Tensor:
+        """[per_token, hidden]. A token's experts have a row each: nothing is sorted, gathered or put back."""
+        order = OneToken(chosen[0].tolist(), self._held)
+        own = len(order.groups)
+        if not own:
+            return y.new_zeros(chosen.numel(), y.shape[1])
+        out = self._down(gate(self._gate_up(y.expand(own, -1), order)), order)
+        if own == chosen.numel():
+            return out
+        rows = y.new_zeros(chosen.numel(), y.shape[1])
+        rows[order.own] = out
+        return rows
+
+    def _of_many(self, y: Tensor, chosen: Tensor, gate: Activation) -> Tensor:
+        """[tokens · per_token, hidden], in the order of the tokens."""
         order = Sorted.of(chosen, self._held)
         pairs = order.own_pairs() if self._on_host else order.pairs
         shape = (chosen.numel(), y.shape[1])
@@ -113,7 +161,7 @@ class Experts:
             if not self._on_host and not self._all:
                 out = torch.where(order.is_own()[:, None], out, 0)
             rows[pairs] = out
-        return weighted_sum(rows, weights)
+        return rows
 
 
 class Moe:

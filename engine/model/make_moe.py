@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -63,7 +63,7 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
     return Experts(gate_up, products(weights.down, weights.down_bias), held, config.count)
 
 
-def _of_each(linears: list[Linear], outputs: int) -> Products:
+def _of_each(linears: Sequence[Linear], outputs: int) -> Products:
     by_jobs = [one for one in linears if isinstance(one, OneJobLinear)]
     return JobsOfEach(by_jobs, outputs) if len(by_jobs) == len(linears) else LinearOfEach(linears, outputs)
 

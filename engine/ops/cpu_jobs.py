@@ -41,7 +41,7 @@ TOTAL, SHARES, AHEAD, READS, ARGUMENTS = range(KERNEL + 1, KERNEL + 6)  # READS:
 SIZE = 64
 # Numbers of one job: its kernel's address, total, shares, where to prefetch from, whether it is a product, arguments.
 JOB = SIZE - KERNEL
-WEIGHTS = 3  # index among a product's arguments
+X, ROWS, _, WEIGHTS, _, OUT = range(6)  # indices among a product's arguments
 # Of the next product's weights, prefetched by each job before it: half of a first-level cache.
 AHEAD_BYTES = 16 << 10
 (

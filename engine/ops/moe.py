@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -103,6 +104,17 @@ class Sorted:
     def is_own(self) -> Tensor:
         """Of each pair, whether its expert is held."""
         return torch.arange(len(self.pairs), device=self.pairs.device) < self.counts.sum()
+
+
+class OneToken:
+    """The experts of one token, in the order of their weights.
+
+    `own`: of those that are held, their places among the token's. `groups`: as of `Sorted`, of a row each.
+    """
+
+    def __init__(self, chosen: Sequence[int], held: range):
+        self.own = [place for place, expert in enumerate(chosen) if expert in held]
+        self.groups = [(chosen[place] - held.start, at, at + 1) for at, place in enumerate(self.own)]
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from engine.plan import BlockCopy, PlanItem, StepPlan
 from engine.scheduler.sequence import Sequence
 
@@ -29,22 +31,7 @@ class StepDecision:
         """The items of the scheduled sequences, then an item for each draft. It attends as any single token to all that
         precede it, also to those of the same step, whose KV is written before attention begins. `slots`: of the loaded
         adapters, by digest; None: no sequence has one."""
-        items = [
-            PlanItem(
-                request_id=s.request.request_id,
-                token_ids=s.tokens[s.num_computed : s.num_computed + count],
-                begin=s.num_computed,
-                block_ids=s.blocks,
-                row=s.row,
-                num_logits=int(count == s.missing),
-                export=s.request.export,
-                blocks_in_row=s.blocks_in_row,
-                adapter=_slot(s, slots),
-                **_scored(s, count),
-                **_pooled(s, count),
-            )
-            for s, count in self.scheduled.items()
-        ]
+        items = [_item(s, count, slots) for s, count in self.scheduled.items()]
         drafts = [
             PlanItem(
                 request_id=s.request.request_id,
@@ -84,6 +71,19 @@ class StepDecision:
         """It has lost its blocks to another one of this step."""
         self.scheduled.pop(sequence, None)
         self.copies.pop(sequence, None)
+
+
+def _item(s: Sequence, count: int, slots: Mapping[str, int] | None) -> PlanItem:
+    # Every running sequence has one in every step: arguments by position, and what few have only where they have it.
+    request, begin = s.request, s.num_computed
+    end = begin + count
+    last, sampling = int(end == len(s.tokens)), request.sampling
+    item = PlanItem(
+        request.request_id, s.tokens[begin:end], begin, s.blocks, s.row, last, request.export, s.blocks_in_row
+    )
+    if not (request.adapter or sampling.prompt_logprobs or sampling.pooling):
+        return item
+    return msgspec.structs.replace(item, adapter=_slot(s, slots), **_scored(s, count), **_pooled(s, count))
 
 
 def _scored(s: Sequence, count: int) -> dict[str, Any]:

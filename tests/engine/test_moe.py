@@ -157,10 +157,8 @@ def test_one_list_of_jobs_gives_what_a_call_for_each_expert_gives(held):
 
     def linears(outputs: int, inputs: int) -> list[PanelLinear]:
         sizes = ((outputs, inputs), (outputs,))
-        return [
-            PanelLinear(*(random(*size, seed=one, dtype=torch.bfloat16) / 5 for size in sizes), TEAM)
-            for one in held
-        ]
+        drawn = [[random(*size, seed=one, dtype=torch.bfloat16) / 5 for size in sizes] for one in held]
+        return [PanelLinear(weight, bias, TEAM) for weight, bias in drawn]
 
     gates, downs = linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER)
     y = random(TOKENS, HIDDEN, seed=5, dtype=torch.bfloat16)
@@ -168,10 +166,14 @@ def test_one_list_of_jobs_gives_what_a_call_for_each_expert_gives(held):
     made = (make_moe._of_each(gates, 2 * INNER), make_moe._of_each(downs, HIDDEN))
     assert all(isinstance(one, JobsOfEach) for one in made)
 
-    jobs = Experts(*made, held, COUNT)(y, weights, chosen, gate)
+    experts = Experts(*made, held, COUNT)
+    jobs = experts(y, weights, chosen, gate)
     calls = Experts(LinearOfEach(gates, 2 * INNER), LinearOfEach(downs, HIDDEN), held, COUNT)
     assert jobs.any()
     assert torch.equal(jobs, calls(y, weights, chosen, gate))
+    rows = [slice(row, row + 1) for row in range(TOKENS)]
+    alone = [experts(y[row], weights[row], chosen[row], gate) for row in rows]
+    assert torch.equal(torch.cat(alone), jobs)
 
 
 def test_pairs_of_others_come_last():
