@@ -268,11 +268,16 @@ class Scheduler:
         """Schedule running sequences in this order, no further than needed; returns the token budget that is left."""
         if budget <= 0:
             return budget
+        # For every running sequence in every step: fewer calls, and few need blocks. One that this step has preempted does
+        # not run any more.
+        running, wanted = self.running, self.blocks.wanted
         for sequence in ordered:
-            if sequence.paused or sequence.awaits_mask or sequence.state is not S.RUNNING:
+            if sequence.paused or sequence.awaits_mask or sequence not in running:
                 continue
-            count = min(sequence.missing, budget)
-            if self._grow(sequence, sequence.num_computed + count, decision):
+            computed = sequence.num_computed
+            count = min(len(sequence.tokens) - computed, budget)
+            tokens = computed + count
+            if not wanted(sequence, tokens) or self._grow(sequence, tokens, decision):
                 decision.scheduled[sequence] = count
                 budget -= count
                 if budget <= 0:
