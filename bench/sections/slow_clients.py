@@ -1,4 +1,5 @@
-"""What clients that read slowly, or not at all, cost a router: memory that it holds for each, and processor time.
+"""What clients that read slowly, or not at all, cost a router: memory that it holds for each, and processor time; and
+what they cost the streams of clients that read.
 
 Stub workers send tokens as fast as their credit allows. A client's kernel takes little, the router's own as much as it is
 asked to; what lies between is the router's.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ import psutil
 
 from bench.context import Context
 from bench.figures import Figure, Section
+from bench.load import run_now, tokens_config
+from bench.pairs.ratios import interval
 from tests.harness import router_process
 from tests.harness.router_process import RouterBench
 
@@ -30,6 +34,10 @@ QUIET_SHARE = 0.03  # of a core: the buffers of the kernel are full, and nothing
 SETTLE_SECONDS = 90.0
 QUIET_SECONDS = 10.0
 SLOW_BYTES, SLOW_SECONDS = 4096, 0.25  # of a slow reader: at once, and between
+# Streams of clients that read, beside ten that do not
+READERS, STALLED, PAIRS = 1000, 10, 5
+READERS_STUBS = ("bench.probes.token_stubs", "--gap", "0.15")
+READERS_TOKENS = 80
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ def run(context: Context) -> Section:
         out = context.out / "slow_clients" / f"{case.choices}-{case.reads}"
         with router_process.run(out, context.model, STUBS, write_seconds=600) as bench:
             figures += _measure(context, bench, case)
+    figures += _beside_readers(context)
     return Section("slow_clients", "Clients that read slowly, or not at all", figures)
 
 
@@ -76,8 +85,42 @@ def _measure(context: Context, bench: RouterBench, case: Case) -> list[Figure]:
     ]
 
 
+def _beside_readers(context: Context) -> list[Figure]:
+    """The gaps of many streams with and without ten more whose clients do not read, in alternating order."""
+    case, pairs = Case("", choices=16), context.repeats(PAIRS)
+    ratios, growth = list[float](), list[int]()
+    out = context.out / "slow_clients" / "beside"
+    with router_process.run(out, context.model, READERS_STUBS, write_seconds=600) as bench:
+        router = psutil.Process(bench.pid)
+        _gap(bench)
+        for pair in range(pairs):
+            context.say(f"slow_clients: {READERS} streams beside {STALLED}, pair {pair + 1} of {pairs}")
+            gaps = {}
+            for stalled in (False, True)[:: -1 if pair % 2 else 1]:
+                with clients(bench, case, TOKENS // case.choices, STALLED if stalled else 0):
+                    _settle(router, SETTLE_SECONDS if stalled else 0.0, QUIET_SHARE)
+                    gaps[stalled] = _gap(bench)
+            ratios.append(gaps[True] / gaps[False])
+            growth.append(router.memory_info().rss)
+    low, high = interval(ratios)
+    note = f"{READERS} streams, {STALLED} that do not read; {low:.2f} to {high:.2f}, {pairs} pairs"
+    grown = (growth[-1] - growth[0]) / (1 << 20)
+    return [
+        Figure("ITL p99 of readers, with / without", statistics.median(ratios), "×", "≤ 1.1", note),
+        Figure("memory of the router, last pair − first pair", grown, "MiB"),
+    ]
+
+
+def _gap(bench: RouterBench) -> float:
+    """Seconds: the 99th percentile of the time between two tokens."""
+    load = {"prompt_tokens": 32, "max_tokens": READERS_TOKENS, "concurrency": READERS, "requests": READERS}
+    return run_now(tokens_config(bench.http, **load)).itl.p99
+
+
 @contextlib.contextmanager
-def clients(bench: RouterBench, case: Case, tokens: int) -> Iterator[list[socket.socket]]:
+def clients(
+    bench: RouterBench, case: Case, tokens: int, count: int = CLIENTS
+) -> Iterator[list[socket.socket]]:
     """Streams with log probabilities, so that their events fill the buffers of the kernel."""
     host, _, port = bench.http.rpartition("//")[2].rpartition(":")
     asked = {"prompt": [5] * 32, "max_tokens": tokens, "stream": True, "n": case.choices, "logprobs": 20}
@@ -85,7 +128,7 @@ def clients(bench: RouterBench, case: Case, tokens: int) -> Iterator[list[socket
     head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     with contextlib.ExitStack() as stack:
         made = []
-        for _ in range(CLIENTS):
+        for _ in range(count):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.settimeout(60)
