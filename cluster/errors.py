@@ -108,7 +108,8 @@ class UnsupportedFieldError(InvalidRequestError):
 
 
 class AdapterRefusedError(InvalidRequestError):
-    """A worker does not load what an administrator's call names. `field`: the worker's setting, or what of the files."""
+    """A worker does not load what an administrator's call names (`field`: the worker's setting, or what of the files), or
+    another call has unloaded it meanwhile."""
 
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 409

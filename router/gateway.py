@@ -128,14 +128,14 @@ class RequestGateway:
         return model
 
     def model(self, name: Any) -> ServedModel:
-        """The model that a request names, by its own name or an adapter's: one whose workers have the adapter before one
-        whose workers are to load it. The first for no name, and for an unknown one, which its limits refuse."""
+        """The model that a request names, by its own name or an adapter's: one whose workers have or had the adapter
+        before one whose workers are to load it. The first for no name, and for an unknown one, which its limits refuse."""
         if not self.further or not isinstance(name, str):
             return self.first
         if (found := self.further.get(name)) is not None:
             return found
         serving = [one for one in self.models if one.validator.limits.serves(name)] or [self.first]
-        return next((one for one in serving if one.validator.limits.serves_now(name)), serving[0])
+        return next((one for one in serving if one.validator.limits.keeps(name)), serving[0])
 
     def _adapters_of(self, model: str) -> LoadedAdapters:
         """Those that the model's workers have loaded, or are to load."""

@@ -5,8 +5,8 @@ no new requests ─► running attempts finish ──┬─► idle ─► leave
    returned at once, if there is a successor ├─ migrate_seconds, if there is a successor ─► all are returned ─► leaves
                                              └─ drain_seconds ────────────────────────────► all are returned ─► leaves
 
-Successor: another worker that can take the requests. Returned: the attempt ends at its position, and the router
-dispatches the request again from there.
+Successor: another worker that can take the requests, or several that together have all their adapters. Returned: the
+attempt ends at its position, and the router dispatches the request again from there.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Leaving:
             self.role,
             self.config.worker_id,
             healthy=self.engine.host.healthy,
-            has_successor=self.membership.has_successor,
+            has_successor=lambda: self.membership.has_successor(self.role.adapters_held()),
             migrate_seconds=self.config.drain_migrate_seconds,
             drain_seconds=self.config.drain_seconds,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -133,19 +133,23 @@ class Membership:
         if self._registration is not None:
             await asyncio.to_thread(self._registration.set_draining, then)
 
-    async def has_successor(self) -> bool:
-        """Whether another worker could continue this one's requests; False if Redis does not answer."""
+    async def has_successor(self, adapters: Collection[str] = ()) -> bool:
+        """Whether other workers could continue this one's requests, which have these adapters (digests); False if Redis
+        does not answer."""
         try:
             workers = await asyncio.to_thread(read_workers, self.config.redis_url, self.config.namespace)
         except (redis.RedisError, ValueError) as error:
             log.debug("%s: successors are unknown: %s", self.identity.worker_id, error)
             return False
-        return any(
-            worker.worker_id != self.identity.worker_id
+        successors = [
+            worker
+            for worker in workers
+            if worker.worker_id != self.identity.worker_id
             and (worker.role, worker.model_id) == (self.config.role, self.identity.model_id)
             and (worker.state, worker.lease) == ("ready", "live")
-            for worker in workers
-        )
+        ]
+        loaded = {digest for worker in successors for _, digest in worker.adapters}
+        return bool(successors) and loaded.issuperset(adapters)
 
     async def stop(self) -> None:
         """Deregister, so that nothing new is placed here."""

@@ -18,6 +18,7 @@ from baton.cli.serve import ConfigFile, ReadyFile, report_redis, write_ready
 from cluster.config import sources
 from cluster.config.base import Frozen, no_flag
 from cluster.config.shared import ClusterFields
+from cluster.config.worker import ROLES, Role
 from cluster.errors import ConfigError
 from cluster.telemetry import logs
 from cluster.telemetry.exposition import MetricsServer
@@ -80,8 +81,7 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
     @model_validator(mode="after")
     def _budget_covers_all(self) -> Self:
         pools = [self.prefill, self.decode]
-        for one in self.models:
-            pools += [one.prefill, one.decode]
+        pools += [self.limits_of(one, role) for one in self.models for role in ROLES]
         least = sum(max(1, pool.min_replicas) * pool.gpus_per_replica for pool in pools)
         if least > self.gpu_budget:
             raise ValueError(
@@ -89,9 +89,15 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
             )
         return self
 
+    def limits_of(self, pools: ModelPools, role: Role) -> PoolLimits:
+        """Of a further model's pool: what its entry leaves out, such as the GPUs of a replica, is the first model's."""
+        own = pools.prefill if role == "prefill" else pools.decode
+        return self.pool(role).model_copy(update=own.model_dump(exclude_unset=True))
+
     def of_model(self, pools: ModelPools) -> AutoscalingConfig:
         """The policy of a further model. Raises ConfigError."""
-        own = pools.model_dump(exclude={"name", "stateful_sets"}, exclude_none=True)
+        own = pools.model_dump(exclude={"name", "stateful_sets", *ROLES}, exclude_none=True)
+        own |= {role: self.limits_of(pools, role) for role in ROLES}
         shared = {name: getattr(self, name) for name in AutoscalingConfig.model_fields}
         try:
             return AutoscalingConfig.model_validate({**shared, **own})

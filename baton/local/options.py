@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -309,9 +309,23 @@ class UpOptions(Frozen):
             "model": self.model.absolute(),
             **self.tls.router(),
         }
-        if self.also:
-            fixed["models"] = [*(given.get("models") or ()), *map(_named_model, self.also)]
+        listed = given.get("models") or ()
+        if isinstance(listed, list | tuple) and (further := self._further(listed)):
+            fixed["models"] = further
         return RouterConfig.model_validate(merged(given, ports, fixed))
+
+    def _further(self, listed: Sequence[Any]) -> list[Any]:
+        """Entries of the models beside the first. Their workers have the context that is given for all, so routers are to
+        know it."""
+        given = (self._given_engine(role).get("max_model_len") for role in ROLES)
+        length = min((one for one in given if type(one) is int and one > 0), default=0)
+        entries = [*listed, *map(_named_model, self.also)]
+        return [
+            {**one, "max_model_len": length}
+            if length and isinstance(one, Mapping) and not one.get("max_model_len")
+            else one
+            for one in entries
+        ]
 
     def worker_environment(self) -> dict[str, str]:
         """Environment of workers. Passive waiting: busy-waiting workers on shared cores ran 40 times slower (measured)."""
@@ -339,12 +353,14 @@ def _named_model(entry: str) -> dict[str, Any]:
 
 
 def _of_further(settings: Mapping[str, Any], model: FurtherModel) -> dict[str, Any]:
-    """The settings of a further model's worker: the first one's, without its draft model and its adapters. Calls may load
-    others where their slots are set."""
+    """The settings of a further model's worker: the first one's, without its draft model and its adapters, and with a
+    context of its own where its entry says so. Calls may load other adapters where their slots are set."""
     made = dict(without_drafts(settings))
     called = made.get("lora_dir") is not None and made["engine"].get("max_loras")
     left_out = ("lora",) if called else _ADAPTERS
     engine = {name: value for name, value in made["engine"].items() if name not in left_out}
+    if model.max_model_len:
+        engine["max_model_len"] = model.max_model_len
     if not called:
         made.pop("lora_dir", None)
     made["engine"] = {**engine, "model": model.model.absolute()}

@@ -344,7 +344,7 @@ class RequestDispatcher:
             self._placer.excluded[worker.worker_id] = Reason.ADAPTER
             raise Retry(reason)
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
-            self._placer.excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
+            self._placer.refused_by(attempt.placed.decode.worker_id)
             raise Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
             if isinstance(reason, errors.DrainingError):

@@ -68,8 +68,10 @@ class RequestPlacer:
         if before is not None and not self._stats.begun:
             self._failed_kv_groups.add(before)
             before = None
-        model = self._completion.served_model
-        kv_group = self._services.placement.kv_group(before, model, self._failed_kv_groups)
+        model, failed = self._completion.served_model, self._failed_kv_groups
+        if adapter := self._completion.adapter:  # in a roll, workers of one may not have loaded it yet
+            failed = failed | self._services.without_adapter.kv_groups(adapter)
+        kv_group = self._services.placement.kv_group(before, model, failed)
         self._kv_groups |= dict.fromkeys((choice.index for choice in choices), kv_group)
         return kv_group
 
@@ -97,6 +99,11 @@ class RequestPlacer:
             whole_prompt=computes_each_position(spec),
             ends_at_prefill=ends_with_first_token(spec),
         )
+
+    def refused_by(self, worker_id: str) -> None:
+        """A decode worker had no room. Those that had none before may have some again, but no adapter that they lacked."""
+        lacking = {name: reason for name, reason in self.excluded.items() if reason is Reason.ADAPTER}
+        self.excluded = {**lacking, worker_id: Reason.REFUSED}
 
     def _exclusions(self, kv_group: KvGroup) -> dict[str, Reason]:
         services, adapter = self._services, self._completion.adapter

@@ -1,8 +1,8 @@
 """Which workers a request may be placed on.
 
 Two parts. A worker's standing: its role, whether it drains, its lease, its KV group; a worker of bad standing gets no
-request. A request's exclusions: workers that failed it or that this router cannot reach; where every worker of good
-standing is excluded, the exclusions do not count.
+request. A request's exclusions: workers that failed it, that this router cannot reach, or that lack its adapter; where
+every worker of good standing is excluded, only those without the adapter are, and where none has it, none is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MAX_PASSED_OVER = 512  # workers that the script passes over in the sets
 MAX_UNKNOWN = 256  # of them that this router cannot read
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
+_Excluded = tuple[frozenset[str], frozenset[str]]  # names; those without the request's adapter
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -76,8 +77,8 @@ class Eligibility:
             )
             for model in self._models
         }
-        self._kept: dict[tuple[KvGroup | None, frozenset[str], bool], Candidates | Heads] = {}
-        self._kept_whole: dict[tuple[KvGroup | None, frozenset[str]], Candidates] = {}
+        self._kept: dict[tuple[KvGroup | None, _Excluded, bool], Candidates | Heads] = {}
+        self._kept_whole: dict[tuple[KvGroup | None, _Excluded], Candidates] = {}
         self._pools: dict[KvGroup | None, _Pool] = {}
 
     def model_of(self, worker: WorkerInfo) -> str:
@@ -108,14 +109,18 @@ class Eligibility:
         return excluded.get(worker.worker_id) or excluded.get(worker.name)
 
     def usable(self, role: Role, request: PlacementRequest) -> list[WorkerInfo]:
-        """The eligible workers of a role; where every one is excluded, all of good standing."""
+        """The eligible workers of a role; where every one is excluded, those that have the request's adapter, which may be
+        full only for now; where none has it, all of good standing."""
         workers = self.prefill if role == "prefill" else self.decode
-        eligible = [worker for worker in workers if self.why_not(worker, request) is None]
-        return eligible or [one for one in workers if self._standing(one, request.kv_group) is None]
+        good = [one for one in workers if self._standing(one, request.kv_group) is None]
+        why = [self.why_not(one, request) for one in good]
+        eligible = [one for one, reason in zip(good, why, strict=True) if reason is None]
+        having = [one for one, reason in zip(good, why, strict=True) if reason is not Reason.ADAPTER]
+        return eligible or having or good
 
     def candidates(self, request: PlacementRequest) -> Candidates:
         """All of them; kept like those for the script."""
-        key = request.kv_group, frozenset(request.excluded)
+        key = request.kv_group, _excluded(request)
         known = self._kept_whole.pop(key, None) or Candidates(*self._all(request))
         _keep(self._kept_whole, key, known)
         return known
@@ -129,7 +134,7 @@ class Eligibility:
     def for_script(self, request: PlacementRequest, *, listed: bool) -> Candidates | Heads:
         """Kept for the next requests, since while a worker is suspect every request excludes it. `listed`: Redis's sets
         name no live worker, so the router names some: others for each request, or the load would stay on these."""
-        wanted = request.kv_group, frozenset(request.excluded), listed or self.listed
+        wanted = request.kv_group, _excluded(request), listed or self.listed
         known = self._kept.pop(wanted, None)
         if known is None:
             known = (None if wanted[2] else self._heads(request)) or self._sampled(request)
@@ -143,14 +148,10 @@ class Eligibility:
         small = max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED
         if small or pool.group is None or set(self._best_lease.values()) != {"live"}:
             return None
-        found = (self._by_id.get(name) or self.by_name.get(name) for name in request.excluded)
-        excluded = {worker.name for worker in found if worker is not None}
-        prefill, decode = pool.prefill & excluded, pool.decode & excluded
-        wanted = len(prefill) < len(pool.prefill) or (bool(prefill) and self._mode == "never")
-        if len(prefill) == len(pool.prefill):
-            prefill = frozenset()
-        if len(decode) == len(pool.decode):
-            decode = frozenset()
+        excluded = self._reasons(request)
+        wanted = bool(pool.prefill - excluded.keys()) or (bool(pool.prefill) and self._mode == "never")
+        prefill = _passed_over(pool.prefill, excluded) if wanted else frozenset()
+        decode = _passed_over(pool.decode, excluded)
         if len(prefill) + len(decode) + len(pool.barred_prefill) + len(pool.barred_decode) > MAX_PASSED_OVER:
             return None
         return Heads(
@@ -160,6 +161,12 @@ class Eligibility:
             without_decode=[*decode, *pool.barred_decode],
             seen=(len(pool.prefill), len(pool.decode)),
         )
+
+    def _reasons(self, request: PlacementRequest) -> dict[str, Reason]:
+        """Exclusions of workers that are known, by worker_id@epoch; one by worker_id counts before one of this life."""
+        excluded = request.excluded.items()
+        of_lives = {name: reason for name, reason in excluded if name in self.by_name}
+        return of_lives | {self._by_id[name].name: reason for name, reason in excluded if name in self._by_id}
 
     def _sampled(self, request: PlacementRequest) -> Candidates:
         """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
@@ -247,6 +254,21 @@ class _Pool:
     decode: frozenset[str]
     barred_prefill: list[str]
     barred_decode: list[str]
+
+
+def _excluded(request: PlacementRequest) -> _Excluded:
+    """What decides of a request's exclusions: other reasons make no difference."""
+    lacking = (name for name, reason in request.excluded.items() if reason is Reason.ADAPTER)
+    return frozenset(request.excluded), frozenset(lacking)
+
+
+def _passed_over(good: frozenset[str], excluded: Mapping[str, Reason]) -> frozenset[str]:
+    """What the script passes over of a pool, as Eligibility.usable has it: all that are excluded; where these are all,
+    those without the adapter; where these are all, none."""
+    found = good & excluded.keys()
+    if len(found) == len(good):
+        found = frozenset(name for name in good if excluded[name] is Reason.ADAPTER)
+    return found if len(found) < len(good) else frozenset()
 
 
 def _keep(kept: dict[Key, Kept], key: Key, value: Kept) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, UnavailableError, UnknownModelError
-from router.request.adapters import Adapters, NoWorkers, no_adapters
+from router.request.adapters import Adapters, KnownNames, NoWorkers, no_adapters
 from router.text.tokenizer import ModelText
 
 MAX_SHOWN = 80  # characters of a client's value in an error
@@ -73,9 +73,15 @@ class FieldLimits:
         """Whether it is a name of this model, or of an adapter of it."""
         return self._is_own(model) or model in self.adapters()
 
-    def serves_now(self, model: str) -> bool:
-        """Of an adapter: whether a worker has it."""
-        return self._is_own(model) or bool(self.adapters().get(model))
+    def keeps(self, model: str) -> bool:
+        """Of an adapter: whether a worker has it, or one of this model had it and may have it again."""
+        return self._is_own(model) or bool(self.adapters().get(model)) or model in self.kept_names
+
+    @property
+    def kept_names(self) -> Collection[str]:
+        """Of adapters."""
+        found = self.adapters()
+        return found.kept if isinstance(found, KnownNames) else ()
 
     def _is_own(self, model: str) -> bool:
         return not model or model == self.served_model or model in self.settings.model_aliases

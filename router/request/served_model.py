@@ -87,6 +87,8 @@ def _names(models: Sequence[ServedModel]) -> list[tuple[ServedModel, str, str, s
         for name, parent in one.names:
             found.append((one, name, parent, taken.get(name, "") if parent else ""))
             taken.setdefault(name, f"is that of an adapter of {one.name!r}")
+        for name in one.validator.limits.kept_names:  # also while its workers are away
+            taken.setdefault(name, f"is that of an adapter of {one.name!r}")
     return found
 
 

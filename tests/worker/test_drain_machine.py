@@ -37,6 +37,9 @@ class Role:
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.unread)
 
+    def adapters_held(self) -> set[str]:
+        return {"adapter"}
+
     async def return_waiting(self) -> None:
         assert self._machine.saw_successor, "given back, and no worker was there to take it"
         self._end(self.waiting)
@@ -114,8 +117,9 @@ class LeavingMachine(RuleBasedStateMachine):
         assert self.health.phase is Phase.DRAINING
         self.began = min(self.began, self.loop.time())
 
-    async def has_successor(self) -> bool:
+    async def has_successor(self, adapters: set[str]) -> bool:
         """The mark in Redis takes a moment to arrive."""
+        assert adapters == self.role.adapters_held()
         now = self.successor
         await asyncio.sleep(0.01)
         self.saw_successor = self.saw_successor or now

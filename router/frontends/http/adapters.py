@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -26,6 +27,7 @@ from cluster.errors import (
 from cluster.membership import adapter_refusals
 from cluster.membership.types import Lease, WorkerInfo
 from cluster.membership.wanted_adapters import Wanted, check_path
+from cluster.protocol.times import REFRESH_SECONDS
 from router.gateway import RequestGateway
 from router.request.limits import MAX_SHOWN
 
@@ -34,6 +36,12 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
 WAIT_SECONDS = 60.0  # for the workers
 LOOK_SECONDS = 0.25
+# For other routers, and processes of this one, to read what this one has seen: a client's next request may go there
+SPREAD_SECONDS = 2 * REFRESH_SECONDS
+
+
+async def _go_on(_: bool) -> None:
+    """Whatever other calls do."""
 
 
 class AdapterCalls:
@@ -41,7 +49,8 @@ class AdapterCalls:
         self._gateway = gateway
 
     async def load(self, request: Request) -> Response:
-        """Answers once every worker of the model has loaded it, or as soon as one has refused; then none keeps it."""
+        """Answers once every worker of the model has loaded it and routers have had time to see that, or as soon as one
+        has refused; then none keeps it."""
         body = await _read(request, ("lora_name", "lora_path"), ("model",))
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
@@ -65,6 +74,7 @@ class AdapterCalls:
                 f"have loaded {name!r}",
                 lambda worker: _check_not_refused(worker, name, wanted),
                 least=1,
+                still=partial(self._check_wanted, name, wanted),
             )
         except AdapterRefusedError:
             await self._take_back(name, wanted)
@@ -91,10 +101,13 @@ class AdapterCalls:
             log.warning("adapter %s, which a worker has refused, stays wanted: Redis does not answer", name)
 
     def _check_free(self, name: str) -> None:
-        """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
+        """Raises InvalidRequestError if requests may name a model or an adapter so: they would not lead to this one."""
         served = [one.validator.limits for one in self._gateway.models]
-        if name in served[0].accepted_names or any(limits.adapters().get(name) for limits in served):
-            raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
+        if name in served[0].accepted_names or any(limits.keeps(name) for limits in served):
+            raise InvalidRequestError(
+                f"lora_name: {name!r} is served already: choose another name, or unload that adapter first",
+                field="lora_name",
+            )
 
     def _check_one_digest(self, model: str, name: str) -> None:
         """Raises UnavailableError where workers have different files there: requests would meet some of them only."""
@@ -107,7 +120,7 @@ class AdapterCalls:
             )
 
     async def unload(self, request: Request) -> Response:
-        """Answers once no worker takes requests for it; its running requests go on."""
+        """Answers once no worker is registered with it and routers have had time to see that; running requests go on."""
         body = await _read(request, ("lora_name",), ("model",))
         name, entries = body["lora_name"], self._gateway.services.wanted_adapters
         asked = self._model(body["model"]) if "model" in body else None
@@ -152,19 +165,16 @@ class AdapterCalls:
         )
 
     def _registered(self, model: str) -> tuple[str, ...]:
-        """With which names its workers register: none is the first model's. () if there is one model: any is."""
-        config = self._gateway.config
-        if not config.models:
-            return ()
-        return (model, "") if model == config.served_name else (model,)
+        """With which names its workers register: none is the first model's. With one model, too: workers of a second one
+        would load the adapter as well, and answer for it once the first one's are away."""
+        return (model, "") if model == self._gateway.config.served_name else (model,)
 
     def _models_of(self, wanted: Wanted | None) -> list[str]:
         """This router's models whose workers load it."""
         names = self._gateway.config.model_names
         if wanted is None or not wanted.serving:
             return [*names]
-        registered = {name: self._registered(name) for name in names}
-        return [name for name, own in registered.items() if not own or {*own} & {*wanted.serving}]
+        return [name for name in names if {*self._registered(name)} & {*wanted.serving}]
 
     def _live(self, models: Sequence[str], leases: Sequence[Lease] = ("live",)) -> Sequence[WorkerInfo]:
         """Workers of these models that are ready."""
@@ -173,6 +183,21 @@ class AdapterCalls:
         serves = services.placement.eligibility.serves
         return [one for one in ready if any(serves(one, model) for model in models)]
 
+    async def _check_wanted(self, name: str, wanted: Wanted, last: bool) -> None:
+        """Raises AdapterRefusedError once another call has unloaded it: what workers have then is not from this one.
+        Redis is asked before the `last` look counts, and where what was read of it lacks the entry."""
+        entries = self._gateway.services.wanted_adapters
+        if not last and entries.wanted.get(name) == wanted:
+            return
+        try:
+            found = await entries.find(name)
+        except (redis.RedisError, OSError):
+            return
+        if found != wanted:
+            raise AdapterRefusedError(
+                f"lora_name: another call has unloaded {name!r} meanwhile", field="lora_name"
+            )
+
     async def _wait(
         self,
         of: Callable[[], Sequence[WorkerInfo]],
@@ -180,14 +205,18 @@ class AdapterCalls:
         what: str,
         check: Callable[[WorkerInfo], None] = lambda worker: None,
         least: int = 0,
+        still: Callable[[bool], Awaitable[None]] = _go_on,
     ) -> None:
-        """Until all workers are done, and as many as `least`. `check`: of those that are not. Raises DeadlineError, and
-        what `check` does."""
+        """Until all workers are done, and as many as `least`, and other routers have had time to see that. `check`: of
+        those that are not done; `still`: at each look, with whether it is the last. Raises DeadlineError, and what these
+        two do."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             workers = of()
             count = sum(map(done, workers))
-            if least <= count == len(workers):
+            await still(last := least <= count == len(workers))
+            if last:
+                await asyncio.sleep(SPREAD_SECONDS if workers else 0.0)
                 return
             for worker in workers:
                 if not done(worker):

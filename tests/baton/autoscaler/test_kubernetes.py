@@ -90,6 +90,31 @@ def test_no_two_pools_are_one_stateful_set() -> None:
         AutoscaleConfig.model_validate({"served_model_name": "large", "models": [small], "gpu_budget": 4})
 
 
+def test_what_an_entry_leaves_out_is_as_for_the_first_model() -> None:
+    """A replica of eight GPUs counted as one of the budget."""
+    small = {
+        "name": "small",
+        "stateful_sets": {"prefill": "p", "decode": "d"},
+        "prefill": {"max_replicas": 3},
+    }
+    first: dict[str, Any] = {
+        "prefill": {"gpus_per_replica": 2},
+        "decode": {"gpus_per_replica": 4, "min_replicas": 2},
+    }
+    given: dict[str, Any] = {
+        "served_model_name": "large",
+        "models": [small],
+        **first,
+        "ttft_objective_seconds": 7.0,
+    }
+    config = AutoscaleConfig.model_validate({**given, "gpu_budget": 20})
+    made = config.of_model(config.models[0])
+    assert (made.prefill.gpus_per_replica, made.prefill.max_replicas, made.prefill.min_replicas) == (2, 3, 1)
+    assert (made.decode, made.ttft_objective_seconds) == (config.decode, 7.0)
+    with pytest.raises(ValueError, match="gpu_budget is 19, and the smallest pools of all models need 20"):
+        AutoscaleConfig.model_validate({**given, "gpu_budget": 19})
+
+
 def test_load_grows_the_stateful_set_and_logs_the_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="baton.autoscaler")
     for _ in range(8):

@@ -149,6 +149,23 @@ def test_models_have_parsers_of_their_own_by_the_file_and_no_flag_reaches_them()
     assert found == {router.served_name: "mistral", "third": "hermes", "second": "auto"}
 
 
+@pytest.mark.parametrize("flag", [0, 256])
+def test_routers_know_the_context_of_further_models_workers(flag):
+    """They showed and admitted the checkpoint's own, and workers refused what was longer."""
+    entries = [
+        {"name": f"m{own}", "model": str(MODEL), **({"max_model_len": own} if own else {})}
+        for own in (0, 128)
+    ]
+    engine = {"kv_memory_bytes": 1 << 20, **({"max_model_len": flag} if flag else {})}
+    given = {"pool": "process", "worker": {"engine": engine}, "sections": {"router": {"models": entries}}}
+    up = UpOptions(MODEL, also=(f"second={MODEL}",), **given)
+    expected = {"m0": flag, "m128": 128, "second": flag}
+    assert {one.name: one.max_model_len for one in up.router_config(0).models} == expected
+    for role, model in up.workers:
+        wanted = flag if model is None else expected[model.name]
+        assert up.worker_config(role, model=model).engine.max_model_len == wanted
+
+
 def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):
     monkeypatch.setattr(memory, "cards", list)
     monkeypatch.setattr(options, "limits", lambda: [Limit(64 << 30, 60 << 30)])

@@ -13,10 +13,11 @@ import pytest
 from cluster.protocol.block_hash import pack_tokens
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
+from router.dispatch.exclusions import WithoutAdapter
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
-from router.placement.kv_groups import KvGroups
-from router.placement.types import KvGroup
+from router.placement.kv_groups import KvGroups, kv_group_of
+from router.placement.types import KvGroup, Reason
 from router.request.completion import Completion
 from tests.router.dispatch.scripted_attempts import World
 from tests.router.request.adapter_workers import WORKER
@@ -51,6 +52,17 @@ async def test_what_its_worker_reuses_and_where_it_ends(text, sampling, scores, 
     assert spec.sampling.prompt_logprobs == (scores and "prompt_logprobs" in sampling)
 
 
+async def test_a_full_worker_does_not_bring_back_those_without_the_adapter(text) -> None:
+    """They were asked in turn with it, each of them again and again."""
+    world: Any = World(text, [])
+    completion = Completion("r", "m", [5] * 40, common_pb2.SamplingParams(max_tokens=4))
+    deadlines = RequestDeadlines(world.services.config, completion, time.monotonic())
+    placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), b"")
+    placer.excluded = {"lacks": Reason.ADAPTER, "was full": Reason.REFUSED, "lost": Reason.LOST}
+    placer.refused_by("full")
+    assert placer.excluded == {"lacks": Reason.ADAPTER, "full": Reason.REFUSED}
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_another_kv_group_is_tried_until_the_client_has_something(text, monkeypatch, begun):
     world: Any = World(text, [])
@@ -73,6 +85,30 @@ async def test_another_kv_group_is_tried_until_the_client_has_something(text, mo
     stats.begun = begun
     await placer.place(choices, now + 1, scores=False)
     assert asked == [(None, set()), (groups[0], set()) if begun else (None, {groups[0]})]
+
+
+async def test_kv_groups_without_the_adapter_come_last(text, monkeypatch) -> None:
+    world: Any = World(text, [])
+    asked: list[set[KvGroup]] = []
+    old, new = (replace(WORKER, role="decode", model_id=one) for one in ("old", "new"))
+    workers = [replace(old, adapters=(("a", "0" * 32),)), new]
+    having, lacking = map(kv_group_of, workers)
+
+    def kv_group(before: KvGroup | None, model: str, failed: Any) -> KvGroup:
+        asked.append(set(failed))
+        return having
+
+    monkeypatch.setattr(world.services, "placement", SimpleNamespace(kv_group=kv_group, place=world.place))
+    monkeypatch.setattr(world.services, "without_adapter", WithoutAdapter(lambda: workers))
+    completion = Completion("r", "m", [5] * 40, common_pb2.SamplingParams(max_tokens=4), adapter="0" * 32)
+    now = time.monotonic()
+    deadlines = RequestDeadlines(world.services.config, completion, now)
+    packed = pack_tokens(completion.prompt_tokens)
+    placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), packed)
+    choices = [ChoiceStream(0, completion, text, 0)]
+    for failed in ({lacking}, {lacking, having}):
+        await placer.place(choices, now + 1, scores=False)
+        assert asked[-1] == failed
 
 
 async def test_each_choice_stays_with_its_kv_group(text, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,12 @@ from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
+from router.placement.candidates import Heads
 from router.placement.eligibility import Eligibility
 from router.placement.kv_groups import kv_group_of
 from router.placement.placement import Placement
 from router.placement.types import Mode, Placed, PlacementRequest, Reason
+from tests.router.placement.fleets import fleet
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
 STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.KV_GROUP, Reason.LINK}
@@ -102,7 +105,9 @@ def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, 
     for role, taken in (("prefill", candidates.prefill), ("decode", candidates.decode)):
         fit = [one for one in workers if one.role == role and standing(one, workers, mode, 16)]
         eligible = [one for one in fit if reasons[one.worker_id] is None]
-        instead = [] if role == "prefill" and mode != "never" else fit  # decode workers prefill
+        having = [one for one in fit if reasons[one.worker_id] is not Reason.ADAPTER]
+        # Decode workers prefill
+        instead = [] if role == "prefill" and mode != "never" else having or fit
         assert taken == (eligible or instead)
         REACHED[f"{role}: all excluded"] += bool(fit and not eligible)
     placed = place(workers, mode, request)
@@ -121,3 +126,43 @@ def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, 
 def test_every_case_was_reached():
     for what in ("prefill: all excluded", "decode: all excluded", "taken all the same", "unavailable"):
         assert REACHED[what] > 0, REACHED
+
+
+LACKING, FULL = {f"{role}-{n}": Reason.ADAPTER for role in ROLES for n in range(1, 70)}, Reason.REFUSED
+
+
+def asked(excluded: dict[str, Reason]) -> PlacementRequest:
+    return PlacementRequest(b"t", b"", 100, 10, excluded, kv_group_of(INFO))
+
+
+@pytest.mark.parametrize("pairs", [2, 70])
+def test_the_one_worker_with_the_adapter_is_asked_again_once_it_was_full(pairs: int) -> None:
+    """All others were asked in its place: they have the least load, and never the adapter."""
+    workers = fleet(pairs).all
+    excluded = {
+        name: reason for name, reason in LACKING.items() if name in {one.worker_id for one in workers}
+    }
+    eligibility = Eligibility(workers, "never")
+    for more in ({}, {"decode-0": FULL}, {"decode-0": FULL, "prefill-0": Reason.SILENT}):
+        request = asked(excluded | more)
+        candidates = eligibility.candidates(request)
+        assert [one.worker_id for one in candidates.prefill + candidates.decode] == ["prefill-0", "decode-0"]
+        for_script = eligibility.for_script(request, listed=False)
+        if pairs == 2:
+            assert for_script.arguments == candidates.arguments
+            continue
+        assert isinstance(for_script, Heads)
+        passed = [set(one.decode().split("\0")[1:]) for one in for_script.arguments[2:4]]
+        assert passed == [
+            {one.name for one in workers if one.role == role and one.worker_id != f"{role}-0"}
+            for role in ROLES
+        ]
+
+
+def test_candidates_are_kept_for_the_same_reasons_only() -> None:
+    eligibility = Eligibility(fleet(2).all, "never")
+    for having in (0, 1, 0):
+        excluded = {f"decode-{having}": FULL, f"decode-{1 - having}": Reason.ADAPTER}
+        for found in (eligibility.candidates(asked(excluded)), eligibility.usable("decode", asked(excluded))):
+            decode = found if isinstance(found, list) else found.decode
+            assert [one.worker_id for one in decode] == [f"decode-{having}"]

@@ -11,13 +11,15 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnavailableError, UnknownModelError
+from cluster.membership.types import WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
 from cluster.protocol.block_hash import make_salt
 from router.dispatch.exclusions import WithoutAdapter, exclusions
 from router.dispatch.services import Services
 from router.frontends.http.adapters import AdapterCalls
+from router.placement.kv_groups import kv_group_of
 from router.placement.types import Reason
-from router.request.adapters import LoadedAdapters, NoWorkers, digests
+from router.request.adapters import KnownNames, LoadedAdapters, NoWorkers, digests
 from router.request.completion import Completion
 from router.request.options import GenerationOptions
 from router.request.resume_tickets import Tickets
@@ -55,6 +57,10 @@ def test_most_ready_workers_decide_what_a_name_means():
     both = [replace(first, role="prefill"), replace(second, role="decode")]
     assert digests([*one_role, both[0], *one_role, both[1]]) == {"a": OLD}
     assert digests([replace(one, lease="dead") for one in some[1:]] + some[:1]) == {"a": OLD, "b": OLD}
+    # Which may prefill: no pair of workers has the same one
+    for digest, other in ((OLD, NEW), (NEW, OLD)):
+        decode = replace(workers((("a", digest),))[0], role="decode")
+        assert digests([decode, *workers(*[(("a", other),)] * 3)]) == {"a": digest}
     view = [some]
     loaded = LoadedAdapters(lambda: view[0])
     assert loaded() is loaded()
@@ -148,6 +154,73 @@ def test_workers_without_the_adapter_are_excluded_by_name():
     assert [*lacking("m", OLD)] == ["w0"] == [*lacking("m", NEW)]
 
 
+def test_where_no_worker_is_registered_with_an_adapter_those_that_say_so_are_excluded() -> None:
+    """It was unloaded, and stays in some slots for requests that began before. All were excluded, so none was: a retry
+    asked the same worker again and again, which lacked it, and never another one."""
+    having, lacking_p = workers((("a", OLD),), ())
+    having_d, lacking_d = (
+        replace(one, worker_id=f"d{one.worker_id}", role="decode") for one in (having, lacking_p)
+    )
+    view: list[list[WorkerInfo]] = [[]]
+    without = WithoutAdapter(lambda: view[0])
+    for seen, expected in (
+        ([having, lacking_p, having_d, lacking_d], {"w1", "dw1"}),
+        ([lacking_p, having_d, lacking_d], {"w1", "dw1"}),  # decode workers prefill
+        ([having, lacking_p, lacking_d], {"w1"}),
+        ([lacking_p, lacking_d], set()),
+        ([lacking_p, lacking_d, replace(having_d, lease="dead")], set()),
+        ([lacking_p, lacking_d, replace(having_d, state="draining")], set()),
+        ([replace(one, lease="dead") for one in (having_d, lacking_d)], {"dw1"}),
+    ):
+        view[0] = seen
+        assert {*without("m", OLD)} == expected, seen
+
+
+def test_a_missing_adapter_is_the_reason_before_others() -> None:
+    """No wait removes it, as it does for a worker that is full or silent (Eligibility.usable)."""
+    attempts = {"a": Reason.REFUSED, "b": Reason.REFUSED}
+    found = exclusions(["a"], attempts, [], ["a", "c"])
+    assert found == {"a": Reason.ADAPTER, "b": Reason.REFUSED, "c": Reason.ADAPTER}
+
+
+def test_a_dead_worker_keeps_no_name_alive() -> None:
+    """It stays registered for minutes: an adapter that was unloaded meanwhile was listed and 503, and not to be loaded
+    again. Where all are dead, which may be Redis's fault, requests wait for them as those for the model do."""
+    seen = Deployment((("a", OLD),), (("b", NEW),))
+    seen.workers[0] = replace(seen.workers[0], lease="dead")
+    assert [seen.refused(name) for name in "ab"] == [UnknownModelError, None]
+    assert seen.loaded() == {"b": NEW}
+    seen.change(lease="dead")
+    assert seen.loaded() == {"a": OLD, "b": NEW}
+    seen.wanted = {"b": Wanted("d", "1")}
+    assert seen.loaded() == {"a": OLD, "b": NEW}
+    seen.wanted = {}
+    assert seen.loaded() == {"a": OLD}
+    assert [seen.refused(name) for name in "ab"] == [None, UnknownModelError]
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_names_stay_with_the_model_whose_workers_had_them(called: bool) -> None:
+    seen = Deployment((("a", OLD),))
+    calls = {"a": Wanted("d", "1")} if called else {}
+    seen.wanted = {"b": Wanted("d", "2"), **calls}
+
+    def kept() -> set[str]:
+        found = seen.loaded()
+        assert isinstance(found, KnownNames)
+        return {*found.kept}
+
+    assert kept() == {"a"}, "b was never there"
+    seen.change(served_model="other")
+    assert kept() == {"a"}
+    seen.workers = []
+    assert kept() == {"a"}
+    seen.workers = workers(())  # they are back, and have not read it yet
+    assert kept() == ({"a"} if called else set())
+    seen.wanted = {"b": Wanted("d", "2")}
+    assert kept() == set()
+
+
 def test_what_was_unloaded_while_its_model_had_no_workers_is_unknown():
     """It was 503, with the advice to come back, until a worker registered."""
     view: Any = SimpleNamespace(
@@ -180,3 +253,17 @@ def test_a_ticket_is_for_one_adapter():
     assert tickets.check(again, b"n" * 16)
     with pytest.raises(InvalidRequestError, match="resume_ticket"):
         tickets.check(replace(again, adapter=NEW), b"n" * 16)
+
+
+def test_kv_groups_without_the_adapter_are_named_while_another_one_has_it() -> None:
+    """In a roll each request first went to either group, and back from the one whose workers had not loaded it yet."""
+    old, new, prefill = workers((("a", OLD),), (), (("a", OLD),))
+    old, new = replace(old, role="decode"), replace(new, role="decode", model_id="n")
+    view = [[old, new, replace(prefill, model_id="n")]]
+    without = WithoutAdapter(lambda: view[0])
+    assert without.kv_groups(OLD) == {kv_group_of(new)} and without.kv_groups(OLD) is without.kv_groups(OLD)
+    assert without.kv_groups(NEW) == set()
+    view[0] = [old, replace(new, adapters=(("b", OLD),))]
+    assert without.kv_groups(OLD) == set()
+    view[0] = [replace(old, state="draining"), new]
+    assert without.kv_groups(OLD) == set(), "none has it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,9 @@ from cluster.membership.adapter_refusals import MOST, Refusal, decode, encode
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Lease, WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
-from router.frontends.http.adapters import AdapterCalls
+from cluster.protocol.times import REFRESH_SECONDS
+from router.frontends.http.adapters import LOAD, SPREAD_SECONDS, UNLOAD, AdapterCalls
+from router.frontends.http.openapi.document import build_document
 from router.request.adapters import LoadedAdapters
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
@@ -40,6 +44,7 @@ class Cluster:
         second = {"name": "second", "model": DEMO, "aliases": ["two"]}
         self.gateway: Any = StubGateway(text, {"models": [second] if several else []})
         self.entries: dict[str, Wanted] = {}
+        self.wanted: dict[str, Wanted] = {}  # the same, another object with each change
         self.served = ("", "second")
         self.statuses: dict[str, WorkerStatus] = {}  # by the workers' served_model
         self.gone: set[str] = set()  # served_model of workers that have left
@@ -47,16 +52,20 @@ class Cluster:
         self.loads = True
         members = SimpleNamespace(all=[], refresh_status=self.refresh_status)
         self.members = members
-        serves = self._serves if several else lambda worker, model: True
         services: Any = SimpleNamespace(
             members=members,
-            placement=SimpleNamespace(eligibility=SimpleNamespace(serves=serves)),
+            placement=SimpleNamespace(eligibility=SimpleNamespace(serves=self._serves)),
             wanted_adapters=self,
         )
         self.gateway.services = services
 
         def of(model: str) -> LoadedAdapters:
-            return LoadedAdapters(lambda: members.all, lambda one: serves(one, model))
+            return LoadedAdapters(
+                lambda: members.all,
+                lambda one: self._serves(one, model),
+                lambda: self.wanted,
+                lambda one: any(map(one.is_for, ("tiny", "") if model == "tiny" else (model,))),
+            )
 
         self.gateway.first = stub_model(self.gateway.config, text, adapters=of("tiny"))
         self.gateway.further = further_models(self.gateway.config, {"second": text}, of)
@@ -69,6 +78,7 @@ class Cluster:
         self.follow()
 
     def follow(self) -> None:
+        self.wanted = dict(self.entries)
         entries = self.entries if self.loads else {}
         pairs = [
             tuple((name, DIGEST) for name, one in entries.items() if one.is_for(served))
@@ -124,6 +134,7 @@ def text() -> Iterator[ModelText]:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the wrong workers fails at once."""
     monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", -1.0)
+    monkeypatch.setattr("router.frontends.http.adapters.SPREAD_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +248,62 @@ async def test_another_routers_adapter_is_unloaded_without_waiting_for_workers(t
 
 
 async def test_a_router_of_one_model_needs_no_name(text):
-    """Its workers may register with any."""
+    """Workers of a second one, which routers do not have yet, load nothing: requests would be answered with its weights
+    once the first one's workers are away."""
     cluster = Cluster(text, several=False)
     await cluster.call("load", lora_name="a", lora_path="p")
     await cluster.call("load", lora_name="b", lora_path="p", model="tiny")
-    assert cluster.loaded == {"": ["a", "b"], "second": ["a", "b"]}
+    assert cluster.loaded == {"": ["a", "b"], "second": []}
+    assert all(one.is_for("tiny") for one in cluster.entries.values()), "they may also name it"
     assert await cluster.call("unload", lora_name="a", model="tiny") == {"id": "a"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_load_ends_once_another_call_has_unloaded_its_adapter(text, monkeypatch, again):
+    """It answered with the digest of what the other call has loaded since, or waited for its whole time."""
+    monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", 30.0)
+    monkeypatch.setattr("router.frontends.http.adapters.LOOK_SECONDS", 0.0)
+    cluster = Cluster(text)
+    cluster.loads = False
+    follow = cluster.follow
+
+    def changed_between_two_looks() -> None:
+        if "a" in cluster.entries:
+            del cluster.entries["a"]
+            if again:
+                cluster.entries["a"] = Wanted("other", "later", ("tiny", ""))
+                cluster.loads = True
+            cluster.follow = follow  # type: ignore[method-assign]
+        follow()
+
+    cluster.follow = changed_between_two_looks  # type: ignore[method-assign]
+    monkeypatch.setattr(cluster, "add", partial(added_unseen, cluster, follow))
+    with pytest.raises(AdapterRefusedError, match="another call has unloaded 'a'") as caught:
+        await cluster.call("load", lora_name="a", lora_path="p", model="tiny")
+    assert caught.value.field == "lora_name"
+    assert [one.tag for one in cluster.entries.values()] == ["later"] * again, "the other call's stays"
+
+
+async def added_unseen(
+    cluster: Cluster, follow: Any, name: str, path: str, serving: Sequence[str] = ()
+) -> Wanted:
+    """Wanted, and the workers have not looked yet."""
+    cluster.entries[name] = Wanted(path, "tag", tuple(serving))
+    follow()
+    return cluster.entries[name]
+
+
+@pytest.mark.parametrize("what", ["load", "unload"])
+async def test_routers_have_time_to_see_what_a_call_has_changed(text, monkeypatch, what):
+    """The client's next request, at another router or process, was answered with 404."""
+    cluster = Cluster(text)
+    await cluster.add("b", "p", ("tiny", ""))
+    monkeypatch.setattr("router.frontends.http.adapters.SPREAD_SECONDS", 0.2)
+    body = {"lora_name": "a", "lora_path": "p", "model": "tiny"} if what == "load" else {"lora_name": "b"}
+    began = time.monotonic()
+    await cluster.call(what, **body)
+    assert time.monotonic() - began >= 0.2
+    assert SPREAD_SECONDS >= 2 * REFRESH_SECONDS
 
 
 @pytest.mark.parametrize("several", [True, False])
@@ -274,3 +335,13 @@ async def test_an_unload_waits_for_a_worker_that_may_come_back(text):
     cluster.follow = lambda: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="0 of 1 workers have given up 'a'"):
         await cluster.call("unload", lora_name="a")
+
+
+def test_the_document_has_the_statuses_of_these_calls(text):
+    paths = build_document(Cluster(text).gateway)["paths"]
+    refused = {
+        str(one.http_status)
+        for one in (InvalidRequestError, UnknownModelError, UnavailableError, DeadlineError)
+    }
+    assert refused | {str(AdapterRefusedError.http_status)} <= paths[LOAD]["post"]["responses"].keys()
+    assert refused <= paths[UNLOAD]["post"]["responses"].keys()

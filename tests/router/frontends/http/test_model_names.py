@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +15,12 @@ from cluster.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from cluster.membership.types import WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
 from cluster.security.keys import Caller
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
+from router.request.adapters import LoadedAdapters
 from router.request.served_model import NameWatch, further_models, listed
 from tests.router.frontends.golden.stub_gateway import StubGateway, stub_of_two_models
 from tests.router.request.adapter_workers import workers
@@ -99,7 +102,7 @@ def test_adapters_without_workers_are_not_listed_and_keep_to_their_model_and_key
 
 
 def test_a_name_leads_to_the_model_whose_workers_have_the_adapter(gateway: StubGateway) -> None:
-    """One that is only wanted, or was there, took the name: 503 although another model's workers had it."""
+    """One that is only wanted took the name: 503 although another model's workers had it."""
     text = gateway.first.text
     loaded = {"tiny": {"x": ""}, "second": {"x": "1" * 32}}
     several = StubGateway(text, {"models": gateway.config.models})
@@ -108,6 +111,34 @@ def test_a_name_leads_to_the_model_whose_workers_have_the_adapter(gateway: StubG
     assert several.model("x").name == "second"
     loaded["second"] = {"x": ""}
     assert several.model("x").name == "tiny"
+
+
+def test_a_name_stays_with_the_model_whose_workers_had_it(gateway: StubGateway) -> None:
+    """Requests for it were answered with another model's weights while these restarted."""
+    text, view = gateway.first.text, SimpleNamespace(workers=list[WorkerInfo]())
+    several = StubGateway(text, {"models": gateway.config.models})
+
+    def of(model: str) -> LoadedAdapters:
+        return LoadedAdapters(lambda: view.workers, lambda one: one.served_model == model)
+
+    several.first = stub_model(several.config, text, adapters=of("tiny"))
+    several.further = further_models(several.config, {"second": text}, of)
+    own, other = workers((("x", "0" * 32),), (("x", "1" * 32), ("y", "1" * 32)))
+    own, other = replace(own, served_model="tiny"), replace(other, served_model="second")
+    view.workers = [other]
+    assert several.model("x").name == "second", "no other has had it"
+    view.workers = [own, other]
+    assert several.model("x").name == "tiny"
+    view.workers = [other]
+    assert several.model("x").name == "tiny"
+    with pytest.raises(UnavailableError):
+        several.model("x").validator.limits.check_model("x")
+    assert [name for _, name, _ in listed(several.models)] == ["tiny", "second", "y"]
+    calls = AdapterCalls(cast(Any, several))
+    with pytest.raises(InvalidRequestError, match="served already"):
+        calls._check_free("x")
+    view.workers = [replace(own, adapters=()), other]  # it was taken from its settings
+    assert several.model("x").name == "second"
 
 
 def test_a_name_of_two_adapters_or_of_a_model_is_listed_once_and_logged_once(
