@@ -134,6 +134,19 @@ def test_what_masks_have_looked_at_is_no_memory_of_an_answer(backend, encoded, m
     assert words[EOS // 64] >> EOS & 1
 
 
+def test_to_see_what_an_answer_takes_takes_no_long_time(backend, encoded, monkeypatch):
+    """600 rules for the same text took 2.5 s, in which the interpreter's lock was free for moments only."""
+    monkeypatch.setattr(llguidance_backend, "MAX_ANSWER_BYTES", 100 << 10)
+    monkeypatch.setattr(llguidance_backend, "FOLLOW_SECONDS", 0.0)
+    grammar = backend.compile(GrammarSpec("json_schema", '{"type": "array", "items": {"type": "integer"}}'))
+    matcher, words = grammar.matcher(), all_allowed(VOCAB)
+    tokens = encoded(json.dumps([*range(600)]).replace(" ", ""))
+    with pytest.raises(GrammarDeadEndError, match="to follow the answer"):
+        follow(matcher, tokens, words)
+    monkeypatch.setattr(llguidance_backend, "FOLLOW_SECONDS", 60.0)
+    follow(grammar.matcher(), tokens[:600], words)
+
+
 def test_the_first_tokens_of_an_answer_may_not_take_much_memory(backend, encoded, monkeypatch):
     """Nobody looked before its 256th token."""
     monkeypatch.setattr(llguidance_backend, "MAX_ANSWER_BYTES", 100 << 10)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,8 @@ PIECE_TOKENS = (
 )
 MEASURED_TOKENS = 256  # between two looks at all of these, which take half a millisecond
 FIRST_LOOK_TOKENS = 16  # at the memory of an answer: 256 tokens may take more than it may have
+# To see what an answer takes without what masks have looked at: 10,000 tokens of JSON take a fifth of it.
+FOLLOW_SECONDS, FOLLOW_TOKENS = 0.5, 4
 CALL_SECONDS = 2.0  # that a call waits for one of another thread; none takes as long
 T = TypeVar("T")
 _SCHEMA = re.compile(r"[:\[,]\s?\{")
@@ -147,11 +151,12 @@ class LlguidanceMatcher:
 
         return self._start.call(fill, False)
 
-    def _followed(self, tokens: int, *, masked: bool) -> bool:
-        """Follow the whole answer in a new copy of the start, so many tokens at a time."""
+    def _followed(self, tokens: int, *, masked: bool, until: float = math.inf) -> bool:
+        """Follow the whole answer in a new copy of the start, so many tokens at a time. `until`: of the thread's processor
+        time in seconds."""
         self._matcher = self._start.copy()
         pieces = (self._answer[begin : begin + tokens] for begin in range(0, len(self._answer), tokens))
-        return all(self._consumed(piece, masked=masked) for piece in pieces)
+        return all(self._consumed(piece, masked=masked) and time.thread_time() < until for piece in pieces)
 
     def _renew(self, words: Words | None = None) -> None:
         """Go on in states that have not failed, and fill `words`. Raises EngineRequestError if the present ones have not
@@ -182,25 +187,33 @@ class LlguidanceMatcher:
             return
         taken = self._taken()
         if taken > MAX_ANSWER_BYTES:  # the library counts what masks have looked at too, and does not keep it
-            if not self._followed(PIECE_TOKENS, masked=False):  # the lexer has all of its states
-                self._renew()
+            self._follow_anew()
             taken = self._taken()
         if taken > MAX_ANSWER_BYTES:
-            raise GrammarDeadEndError(
-                f"grammar: to follow the answer takes more than {MAX_ANSWER_BYTES >> 20} MiB: give fewer rules for "
-                "the same text",
-                field="grammar",
-                limit=f"{MAX_ANSWER_BYTES >> 20} MiB",
-            )
-        left = (
-            (MAX_ANSWER_BYTES - taken) * len(self._answer) // (2 * max(1, taken))
-        )  # at twice the growth so far
+            raise _too_large()
+        each = 2 * max(1, taken) / len(self._answer)  # bytes of a token, at twice the growth so far
+        left = int((MAX_ANSWER_BYTES - taken) / each)
         self._next_look = len(self._answer) + min(MEASURED_TOKENS, max(1, left))
+
+    def _follow_anew(self) -> None:
+        """Without masks: the lexer has all of the answer's states. Raises GrammarDeadEndError if it takes too long: many
+        rules for the same text do."""
+        until = time.thread_time() + FOLLOW_SECONDS
+        if not self._followed(FOLLOW_TOKENS, masked=False, until=until):
+            if time.thread_time() >= until:
+                raise _too_large()
+            self._renew()
 
     def _taken(self) -> int:
         """Bytes."""
         costs = self._start.call(lambda: costs_of(self._matcher), None)
         return 0 if costs is None else costs.all_items * BYTES_PER_ITEM + costs.rows * BYTES_PER_ROW
+
+
+def _too_large() -> GrammarDeadEndError:
+    most = f"{MAX_ANSWER_BYTES >> 20} MiB"
+    text = f"grammar: to follow the answer takes more than {most}: give fewer rules for the same text"
+    return GrammarDeadEndError(text, field="grammar", limit=most)
 
 
 def _not_followed(reason: str) -> GrammarDeadEndError:
