@@ -193,7 +193,7 @@ class Counted:
 def test_two_threads_do_not_call_a_grammar_at_once(backend, encoded, monkeypatch):
     """The second one waited within the library for the mask of the first, with the interpreter's lock: so did all other
     threads of the worker."""
-    real, busy = llguidance_backend.make_matcher, list[int]()
+    real, busy = library.make_matcher, list[int]()
     monkeypatch.setattr(
         llguidance_backend, "make_matcher", lambda *given, **more: Counted(real(*given, **more), busy)
     )
