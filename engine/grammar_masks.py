@@ -5,7 +5,7 @@
 
 No step waits long for masks, as it is the other requests' too: a sequence whose mask is not there by then waits until it
 is, and steps go on without it. The first mask of a request is filled before its prompt is computed. Tenants take turns on
-the thread; sequences whose masks take long have another one.
+the thread; grammars whose masks take long have another one.
 
 The matcher of a sequence is made when its first mask is needed, from the output so far, and follows the output from then
 on. So it is right after a hand-off, after a preemption and where a stream is resumed.
@@ -24,14 +24,16 @@ import numpy as np
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError, InvalidRequestError, engine_request_error
 from cluster.round_robin import RoundRobin
-from engine.compiled_grammar import CompiledGrammar, Matcher, Words
+from engine.compiled_grammar import CompiledGrammar, Words
 from engine.sampling.grammar.base import word_count
 from engine.sampling.grammar.store import Grammars
 from engine.scheduler.sequence import Sequence, SequenceState
 
 MASK_SECONDS = 1.0  # of processor time for one mask
 WALL_SECONDS = 10.0  # of a thread that waits, or does not get the processor
-SLOW_SECONDS = 0.02  # of processor time: a sequence with such a mask waits with others of its kind
+SLOW_SECONDS = 0.02  # of processor time: a grammar with such a mask waits with others of its kind
+# So many times what the mask took: of what the quick ones wait for, slow masks are a small part.
+SLOW_TIMES = 50
 LOOK_SECONDS = 0.05
 REST_SECONDS = 0.005  # where nothing else can be computed
 # Of a step, the part of the last step's time for which it waits for masks, and the least
@@ -41,10 +43,10 @@ STEP_PART, STEP_SECONDS = 0.25, 0.002
 class _Followed:
     """A sequence's matcher, and how much of its output the matcher has accepted."""
 
-    def __init__(self, matcher: Matcher, vocab: int):
-        self.matcher = matcher
+    def __init__(self, compiled: CompiledGrammar, vocab: int):
+        self.compiled = compiled
+        self.matcher = compiled.matcher()
         self.accepted = 0
-        self.is_slow = False
         # The last mask. Its draw copies it before the next one is filled.
         self.words: Words = np.zeros(word_count(vocab), dtype=np.int64)
 
@@ -52,8 +54,9 @@ class _Followed:
 class _Run:
     """One mask that the calling thread fills. Its processor time decides: on a busy machine one of 0.4 ms took 1 s."""
 
-    def __init__(self, future: Future[Words]):
+    def __init__(self, future: Future[Words], compiled: CompiledGrammar | None):
         self.future = future
+        self.compiled = compiled  # None: it may be compiled now
         # macOS has no clock of another thread: there the time of all threads counts
         clock = getattr(time, "pthread_getcpuclockid", None)
         self._clock = clock(threading.get_ident()) if clock else time.CLOCK_PROCESS_CPUTIME_ID
@@ -89,7 +92,7 @@ class _Filler:
             if not self._waiting:  # the thread that has been given up has ended after all, and filled it
                 return
             sequence, future = self._waiting.pop()
-            self._runs = _Run(future)
+            self._runs = _Run(future, sequence.request.compiled)
         result: Words | None = None
         error = EngineRequestError("the request has ended")
         if sequence.state is not SequenceState.FINISHED:
@@ -112,8 +115,9 @@ class _Filler:
         with self._lock:
             if self._runs is None or not self._runs.is_too_long:
                 return
-            future, self._runs = self._runs.future, None
-            future.set_exception(
+            run, self._runs = self._runs, None
+            masks.took(run.compiled, MASK_SECONDS)
+            run.future.set_exception(
                 GrammarDeadEndError(
                     "grammar: the tokens that it allows next take too long to find",
                     field="grammar",
@@ -148,6 +152,7 @@ class GrammarMasks:
         self._followed = WeakKeyDictionary[Sequence, _Followed]()
         self._filling = WeakKeyDictionary[Sequence, Future[Words]]()
         self._waiting = WeakKeyDictionary[Sequence, None]()  # their flag `awaits_mask` is set
+        self._slow_until = WeakKeyDictionary[CompiledGrammar, float]()  # monotonic seconds
         self._quick, self._slow = self._fillers = _Filler(), _Filler()
         self._allowed = STEP_SECONDS
         self.waited_seconds = 0.0  # of this step
@@ -160,9 +165,14 @@ class GrammarMasks:
         """Begin to fill the masks of sequences with a grammar, for the draws of this step."""
         for sequence in sequences:
             if sequence not in self._filling:
-                followed = self._followed.get(sequence)
-                filler = self._slow if followed is not None and followed.is_slow else self._quick
-                self._filling[sequence] = filler.begin(self, sequence)
+                self._filling[sequence] = self._filler_of(sequence).begin(self, sequence)
+
+    def _filler_of(self, sequence: Sequence) -> _Filler:
+        followed = self._followed.get(sequence)
+        compiled = sequence.request.compiled if followed is None else followed.compiled
+        if compiled is None or self._slow_until.get(compiled, 0.0) < time.monotonic():
+            return self._quick
+        return self._slow
 
     def begin_step(self, last_seconds: float) -> None:
         """`last_seconds`: what the last step took, but for waits for masks."""
@@ -219,23 +229,34 @@ class GrammarMasks:
 
     def filled(self, sequence: Sequence) -> Words:
         """On the thread. Raises EngineRequestError."""
-        followed = self._followed.get(sequence)
         try:
-            if followed is None:
-                followed = _Followed(self._compiled(sequence).matcher(), self._vocab)
-                self._followed[sequence] = followed
-            began, output = time.thread_time(), sequence.tokens[sequence.num_prompt :]
-            followed.matcher.accept(output[followed.accepted :])
-            followed.accepted = len(output)
-            followed.matcher.fill(followed.words)
-            followed.is_slow = time.thread_time() - began > SLOW_SECONDS
-            return followed.words
+            followed = self._followed.get(sequence)
+            compiled = self._compiled(sequence) if followed is None else followed.compiled
+            began = time.thread_time()
+            try:
+                return self._next(sequence, followed, compiled)
+            finally:
+                self.took(compiled, time.thread_time() - began)
         except InvalidRequestError as error:
             raise EngineRequestError(error.message, field="grammar") from error
         except Exception as error:
             raise engine_request_error(error) from error
         except BaseException as error:  # the library's panics; one must not end the engine
             raise EngineRequestError(f"grammar: {type(error).__name__}", field="grammar") from error
+
+    def _next(self, sequence: Sequence, followed: _Followed | None, compiled: CompiledGrammar) -> Words:
+        if followed is None:
+            followed = self._followed[sequence] = _Followed(compiled, self._vocab)
+        output = sequence.tokens[sequence.num_prompt :]
+        followed.matcher.accept(output[followed.accepted :])
+        followed.accepted = len(output)
+        followed.matcher.fill(followed.words)
+        return followed.words
+
+    def took(self, compiled: CompiledGrammar | None, seconds: float) -> None:
+        """A mask of this grammar took so many seconds of processor time, or has failed after them. Any thread."""
+        if compiled is not None and seconds > SLOW_SECONDS:
+            self._slow_until[compiled] = time.monotonic() + SLOW_TIMES * seconds
 
     def _give_up(self) -> None:
         for filler in self._fillers:

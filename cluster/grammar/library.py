@@ -27,6 +27,7 @@ JSON_OPTIONS = {
 }
 
 MAX_LEXER_STATES = 50_000
+STEP_LEXER_FUEL = 200_000  # of the lexer, with a mask and the tokens that follow it
 _NO_TOKEN = 2**32 - 1
 _COST = re.compile(r'"(\w+)": (\d+)')
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -41,7 +42,7 @@ def parser_limits(*, measurable: bool = False) -> LLParserLimits:
     return LLParserLimits(
         max_items_in_row=MAX_GRAMMAR_CHOICES + 1,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
+        step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=50_000,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=100_000,
@@ -122,9 +123,18 @@ def reason_of(matcher: LLMatcher) -> str:
     return reason
 
 
-def is_full(matcher: LLMatcher) -> bool:
-    """Whether a matcher has failed because the lexer, which its copies share, has as many states as it may have."""
-    return "too many states" in reason_of(matcher)
+def lexer_failure(matcher: LLMatcher, token: int) -> str:
+    """Why the lexer has failed that the copies of a matcher share; empty if it has not. Once it has, each of them fails:
+    some say that the grammar does not allow a token which it allows. `token`: any but an end-of-sequence token."""
+    copy = matcher.deep_copy()
+    copy.consume_tokens([token])
+    reason = reason_of(copy)
+    return reason if reason.startswith(("lexer error", "panic")) else ""
+
+
+def is_full(reason: str) -> bool:
+    """Whether a lexer has failed because it has as many states as it may have."""
+    return "too many states" in reason
 
 
 def is_mismatch(matcher: LLMatcher) -> bool:

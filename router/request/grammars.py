@@ -270,6 +270,8 @@ def lark_spec(value: Any) -> GrammarSpec:
     spec = text_spec("lark", value)
     if spec.text.lstrip().startswith("{"):  # which the library takes for a grammar in its own form
         raise ValueError("must be in Lark's syntax, not JSON")
+    if spec.text.startswith(NO_LINE_END):  # which would ask something else about it
+        raise ValueError("must be in Lark's syntax, which has no U+0000")
     if "%json" in spec.text and "x-guidance" in _BY_NUMBER.sub(_character, spec.text):
         raise ValueError("has x-guidance, which is not supported")
     return spec

@@ -242,6 +242,7 @@ def test_slow_masks_of_one_tenant_delay_none_of_others(model, monkeypatch):
     """They took turns by masks: beside one of half a second, each token of another tenant's waited that long."""
     engine, gate, begun = grammar_engine(model), threading.Event(), threading.Event()
     monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_masks, "SLOW_TIMES", 1e9)
     slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: gate.wait(30) if begun.is_set() else None)
     engine.add(replace(slow, tenant="a"))
     while not engine.step().tokens:
@@ -255,3 +256,29 @@ def test_slow_masks_of_one_tenant_delay_none_of_others(model, monkeypatch):
     assert not gate.is_set()
     gate.set()
     assert len(serve(engine).text("slow")) <= 4
+
+
+@pytest.mark.parametrize("third", ["mask", "request"])
+def test_a_grammar_that_is_slow_now_and_then_delays_no_other(model, monkeypatch, third):
+    """Behind a quick mask the next one was filled among the quick ones again, and so was the first of each request."""
+    engine, gate, begun = grammar_engine(model), threading.Event(), threading.Event()
+    monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_masks, "SLOW_TIMES", 1e9)
+    slow = watched_request(engine, "slow", FOUR_DIGITS, lambda: gate.wait(30) if begun.is_set() else None)
+    engine.add(replace(slow, tenant="a"))
+    tokens = 0
+    while tokens < 2:
+        tokens += len(engine.step().tokens)
+        if tokens:
+            monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", 60.0)
+    begun.set()
+    if third == "request":
+        engine.abort("slow")
+        engine.add(replace(slow, tenant="a"))
+    engine.add(replace(grammar_request("quick", FOUR_DIGITS), tenant="b"))
+    quick = 0
+    while quick < 4:
+        quick += len([one for one in engine.step().tokens if one.request_id == "quick"])
+    assert "slow" in engine._scheduler.requests, "its mask was not waited for until it was given up"
+    gate.set()
+    serve(engine)

@@ -375,6 +375,7 @@ def test_choices_are_counted_before_they_are_looked_at():
         ('\u2028\n {"grammars": [{"lark_grammar": "start: /a/"}]}', "must be in Lark's syntax, not JSON"),
         ('start: %json {"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": true}}', "has x-guidance"),
         ('start: %json\n{"\\u0078-guid\\u0061nce": {"lenient": true}, "not": {}}', "has x-guidance"),
+        ('\0start: "a"', r"has no U\+0000"),
         ("", "non-empty"),
         ({}, "non-empty"),
     ],
