@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -159,7 +160,7 @@ def _read_allowed(value: object, tools: Sequence[Tool], field: str) -> tuple[lis
 def allowed_tools(names: Iterable[tuple[object, str]], tools: Sequence[Tool]) -> list[Tool]:
     """The tools of these names, each of which has the field that an error names. Raises InvalidRequestError."""
     allowed = {check_named(name, tools, field) for name, field in names}
-    return [one for one in tools if one.name in allowed]
+    return [replace(one, place=index) for index, one in enumerate(tools) if one.name in allowed]
 
 
 def check_named(name: object, tools: Sequence[Tool], field: str) -> str:
