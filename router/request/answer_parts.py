@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+MAX_CALLED = 1024  # characters of a name in an answer, which is as its model wrote it
+
+
+def is_called(name: str) -> bool:
+    """Whether a call may have this name. It need not be a tool's: models make up names, and clients send them back."""
+    return 0 < len(name) <= MAX_CALLED and name.isprintable()
+
 
 class ReasoningText(NamedTuple):
     """A further piece of the text that precedes the answer."""

@@ -12,7 +12,7 @@ from router.request.completion import ParserSource
 from router.request.fields import refuse
 from router.request.first_call import FirstCall
 from router.request.grammars import RequestedGrammar, json_spec
-from router.text.conversation import Conversation
+from router.text.conversation import Conversation, Tool
 
 T = TypeVar("T")
 CHOICE = "tool_choice"  # the field because of which calls are demanded, and that errors of their whole grammar name
@@ -156,19 +156,24 @@ def _demanding(conversation: Conversation) -> str:
     if conversation.must_call:
         return CHOICE
     strict = [one for one in conversation.callable if one.strict]
-    return f"tools[{conversation.tools.index(strict[0])}].function.strict" if strict else ""
+    return f"{_function_field(strict[0], conversation.tools.index(strict[0]))}.strict" if strict else ""
 
 
-def parameters_field(index: int) -> str:
-    """Of the schema of a tool."""
-    return f"tools[{index}].function.parameters"
+def _function_field(tool: Tool, index: int) -> str:
+    """`index`: among the tools of the conversation, which may be some of the request's."""
+    return f"tools[{index if tool.place is None else tool.place}].function"
+
+
+def parameters_field(tool: Tool, index: int) -> str:
+    """Of the schema of a tool, the one at `index` of its conversation."""
+    return f"{_function_field(tool, index)}.parameters"
 
 
 def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
     """Schemas of the arguments that a grammar contains. Raises ValueError."""
     wanted = {tool.name for tool in conversation.callable}  # a Tool compares its whole schema
     return [
-        RequestedGrammar(parameters_field(index), json_spec(tool.parameters))
+        RequestedGrammar(parameters_field(tool, index), json_spec(tool.parameters))
         for index, tool in enumerate(conversation.tools)
         if tool.parameters is not None and tool.name in wanted and (conversation.must_call or tool.strict)
     ]

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainValidator
 
+from router.request.answer_parts import MAX_CALLED
 from router.request.fields import Length, OnlyNeutral, RequestModel, read, refuse, wrong
 from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
-from router.request.tools import MAX_NAME, check_called
+from router.request.tools import check_called
 from router.text.contents import AskingRole, role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -100,7 +101,7 @@ class ToolMessage(_Message):
     role: Literal["tool"]
     content: Content
     tool_call_id: CallId
-    name: Annotated[str, Length(1, MAX_NAME)] | None = None
+    name: Annotated[str, Length(1, MAX_CALLED)] | None = None
 
 
 AnyMessage: TypeAlias = Message | AssistantMessage | ToolMessage

@@ -12,7 +12,7 @@ from pydantic.json_schema import WithJsonSchema
 from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, shown, wrong
 from router.request.grammars import RequestedGrammar
 
-ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 REASONING_EFFORTS: tuple[str, ...] = get_args(ReasoningEffort)
 
 MAX_PRIORITY = 2**15
@@ -20,11 +20,18 @@ MAX_PRIORITY = 2**15
 TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 _TOKEN_KEY = re.compile(TOKEN_KEY)
 
+_TEMPLATE_EFFORTS = {"max": "xhigh"}  # the names of chat templates, where they differ
+
 Flag: TypeAlias = bool | None  # null is false
 TokenId: TypeAlias = Annotated[int, late(minimum=0, maximum="last_token")]
 LogprobCount: TypeAlias = Annotated[int, late(minimum=0, maximum="max_logprobs")]
 Priority: TypeAlias = Annotated[int, Within(-MAX_PRIORITY, MAX_PRIORITY)]
 AnswerTokens: TypeAlias = Annotated[int, late(minimum=1, maximum="room")]
+
+
+def template_effort(effort: str | None) -> str | None:
+    """As chat templates call a reasoning effort."""
+    return None if effort is None else _TEMPLATE_EFFORTS.get(effort, effort)
 
 
 def _token_key(key: object) -> object:

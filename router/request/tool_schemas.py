@@ -34,7 +34,8 @@ async def checked_plan(
     try:
         return await checked(conversation.tools)
     except InvalidRequestError as error:
-        if error.field not in (CHOICE, *map(parameters_field, wishes)) or not wishes:
+        fields = [parameters_field(tool, index) for index, tool in wishes.items()]
+        if error.field not in (CHOICE, *fields) or not wishes:
             raise
     planned(_without(conversation.tools, wishes))  # raises what is not because of a schema
     refused = await _refused(model, tenant, wishes)
@@ -65,7 +66,7 @@ async def _refused(model: ServedModel, tenant: str, wishes: dict[int, Tool]) -> 
     left: dict[str, tuple[int, RequestedGrammar]] = {}
     for index, tool in wishes.items():
         try:
-            field = parameters_field(index)
+            field = parameters_field(tool, index)
             left[field] = index, RequestedGrammar(field, json_spec(tool.parameters))
         except ValueError:
             refused.add(index)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from cluster.errors import InvalidRequestError
+from router.request.answer_parts import MAX_CALLED, is_called
 from router.request.fields import refuse, shown
 from router.request.limits import FieldLimits
 from router.request.schema_walk import too_deep
@@ -17,7 +19,6 @@ from router.text.tokenizer import RESERVED_KWARGS
 
 MAX_NAME = 128  # characters: as at Anthropic, twice what OpenAI allows
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
-_CALLED = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")  # also tools of namespaces: `browser.search`
 MAX_KWARGS = 16
 MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value
 
@@ -32,9 +33,8 @@ def check_name(name: object, field: str) -> str:
 
 def check_called(name: str, field: str) -> str:
     """Raises InvalidRequestError unless a call of an answer may have had this name."""
-    if _CALLED.fullmatch(name) is None:
-        text = f"{shown(name)} is not a name of 1 … {MAX_NAME} letters, digits, _ . and -"
-        raise refuse(field, text, _CALLED.pattern)
+    if not is_called(name):
+        raise refuse(field, f"must have 1 … {MAX_CALLED} printable characters", MAX_CALLED)
     return name
 
 
@@ -159,7 +159,7 @@ def _read_allowed(value: object, tools: Sequence[Tool], field: str) -> tuple[lis
 def allowed_tools(names: Iterable[tuple[object, str]], tools: Sequence[Tool]) -> list[Tool]:
     """The tools of these names, each of which has the field that an error names. Raises InvalidRequestError."""
     allowed = {check_named(name, tools, field) for name, field in names}
-    return [one for one in tools if one.name in allowed]
+    return [replace(one, place=index) for index, one in enumerate(tools) if one.name in allowed]
 
 
 def check_named(name: object, tools: Sequence[Tool], field: str) -> str:

@@ -21,6 +21,8 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False  # the arguments of every call match `parameters`
+    # Among all tools of the request, where only some of them are allowed
+    place: int | None = field(default=None, compare=False)
 
     def for_template(self) -> dict[str, Any]:
         """The object that chat templates read, as transformers and vLLM hand it over."""

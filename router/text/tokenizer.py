@@ -21,6 +21,7 @@ from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
 from router.text.pieces import TokenPieces
+from router.text.single_calls import needs_single_calls, with_single_calls
 from router.text.templates import MARK_NAME, WRITTEN_NAME, TemplateTexts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
@@ -59,6 +60,17 @@ def _continued(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     """The messages, the last one marked at the end of its content."""
     *before, last = messages
     return [*before, {**last, "content": last["content"] + _CONTINUES}]
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message for a template that calls reasoning `thinking`: gpt-oss's, which beside calls takes only one of that and
+    a content, and writes either as reasoning."""
+    reasoning, content = message.get("reasoning_content"), message["content"]
+    if not reasoning:
+        return message
+    if content and message.get("tool_calls"):
+        return {**message, "thinking": f"{reasoning}\n{content}", "content": ""}
+    return {**message, "thinking": reasoning}
 
 
 def _before_continuation(text: str) -> str:
@@ -110,6 +122,9 @@ class ModelText:
         self._tool_template = self._compile(sources["tool_use"]) if "tool_use" in sources else self._template
         self.template_source = "\n".join(sources.values())
         template = TemplateTexts.read(*sources.values())
+        self._reads_thinking = "thinking" in template.keys and "reasoning_content" not in template.keys
+        self._single_calls = False
+        self._single_calls = needs_single_calls(self._probed)
         self._contents = Contents(self.tokenizer, self._turn_texts(template), template)
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
@@ -156,6 +171,9 @@ class ModelText:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template: {error}", field="chat_template") from error
 
+    def _probed(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self.render(Conversation(messages, [Tool("probe")]))
+
     def _turn_texts(self, template: TemplateTexts) -> set[str]:
         """Added tokens that the template writes, though the tokenizer does not call them special: DeepSeek's turns begin
         with such ones. What the template looks for in contents, such as the end of reasoning, is part of contents."""
@@ -188,6 +206,10 @@ class ModelText:
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
+        if self._single_calls:
+            messages = with_single_calls(messages)
+        if self._reads_thinking:
+            messages = list(map(_with_thinking, messages))
         effort = conversation.reasoning_effort
         continues = conversation.continue_final_message
         try:

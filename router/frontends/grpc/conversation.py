@@ -12,7 +12,7 @@ from router.request.fields import refuse
 from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import MAX_CALL_ID, template_call
-from router.request.options import REASONING_EFFORTS
+from router.request.options import REASONING_EFFORTS, template_effort
 from router.request.tools import (
     check_called,
     check_count,
@@ -113,7 +113,7 @@ def _effort(given: str) -> str | None:
     """Of a fixed set: a template may write it beside its own special tokens."""
     if given and given not in REASONING_EFFORTS:
         raise refuse("chat.reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
-    return given or None
+    return template_effort(given or None)
 
 
 def _call_id(given: str, field: str) -> str:

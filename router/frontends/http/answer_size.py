@@ -12,6 +12,7 @@ MIN_ENTRY_BYTES = 24
 MAX_ENTRY_BYTES = 96
 MIN_NUMBER_BYTES, MAX_NUMBER_BYTES = 5, 16  # of a vector: in base64; as JSON, "-1.2345678e-05,"
 TOKEN_BYTES = 16  # of text, with what JSON escapes: few tokens have as many
+TOKEN_ID_BYTES = 7  # of a token id in a list
 
 
 class AnswerSize(NamedTuple):

@@ -39,7 +39,7 @@ class Events:
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
         self._before = shape.before_choice()
-        self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
+        self._after = b',"usage":null}\n\n' if wanted.include_usage else b"}\n\n"  # behind the choice
 
     def of(self, deltas: Sequence[Delta]) -> bytes:
         """Encode deltas that arrived together, for one write."""
@@ -72,7 +72,8 @@ class Events:
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         """Encode the end of the stream; call it once every choice has finished."""
         assert self._last is not None, "every choice has finished"
-        last = self._shape.chunk([self._choice(self._last)])
+        more = self._beside(self._last.choice)
+        last = self._shape.chunk([self._choice(self._last)]) | more
         last["baton"] = baton(outcomes[-1], admin=self._shape.admin)
         if self._wanted.continuous_usage_stats:
             last["usage"] = orjson.Fragment(self._so_far.with_delta(self._last))
@@ -100,11 +101,18 @@ class Events:
         return delta._replace(finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:
-        frames += (self._before, orjson.dumps(self._choice(delta)))
+        more = self._beside(delta.choice)
+        frames += (self._before, orjson.dumps(self._choice(delta)), b"]")
+        if more:
+            frames += (b",", orjson.dumps(more)[1:-1])
         if self._wanted.continuous_usage_stats:
-            frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")
+            frames += (b',"usage":', self._so_far.with_delta(delta), b"}\n\n")
         else:
             frames.append(self._after)
+
+    def _beside(self, choice: int) -> dict[str, Any]:
+        """What a chunk has beside this choice, if it is the first one with it."""
+        return {} if choice in self._begun else self._shape.of_first_chunk(choice)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         first = delta.choice not in self._begun
@@ -112,7 +120,7 @@ class Events:
             self._begun.add(delta.choice)
             around = self._shape.around_text(delta.choice)
             if around is not None and not self._wanted.continuous_usage_stats:
-                self._around[delta.choice] = self._before + around[0], around[1] + self._after
+                self._around[delta.choice] = self._before + around[0], around[1] + b"]" + self._after
         return self._shape.delta(delta.choice, delta, first)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from cluster.security.keys import Caller
-from router.frontends.http.answer_size import TOKEN_BYTES
+from router.frontends.http.answer_size import TOKEN_BYTES, TOKEN_ID_BYTES
 from router.frontends.http.echo import EchoForm
 from router.frontends.http.events import Events
 from router.frontends.http.exchange import Exchange
@@ -26,7 +26,7 @@ from router.frontends.http.requests import (
     read_request,
 )
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
-from router.frontends.http.shapes import ChatShape, CompletionShape, PromptShown, Shape, WholeShape
+from router.frontends.http.shapes import ChatShape, CompletionShape, PromptIds, PromptShown, Shape, WholeShape
 from router.observe.traces import Arrival
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.permissions import check_allowed
@@ -94,7 +94,8 @@ class Generate:
                 return parsed
             texts = await self._echoed(model, caller, options, parsed)
             shown = sum(len(text.encode()) for text in texts)
-            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts), echo_bytes=shown)
+            form = EchoForm(parsed.form, parsed.completions, texts)
+            return replace(parsed, form=form, echo_bytes=parsed.echo_bytes + shown)
 
     async def _echoed(
         self, model: ServedModel, caller: Caller, options: CompletionRequest, parsed: ParsedRequest
@@ -125,6 +126,10 @@ class Generate:
             for one in prompts
         ]
         check_allowed(completions[0], caller)
+        prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
+        ids = None
+        if options.return_token_ids:
+            ids = PromptIds([one.prompt_tokens for one in completions], completions[0].n)
         shape = kind(
             completions[0],
             model.text,
@@ -133,11 +138,11 @@ class Generate:
             bool(options.return_token_ids),
             caller.admin,
             view,
-            PromptShown(options.echoes, options.prompt_logprobs),
+            PromptShown(options.echoes, options.prompt_logprobs, ids),
         )
-        prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
         form = ShapeForm(shape, options.stream_options or StreamOptions(), prompt_tokens)
-        return ParsedRequest(completions, bool(options.stream), form, arrival)
+        repeated = TOKEN_ID_BYTES * prompt_tokens if ids is not None else 0
+        return ParsedRequest(completions, bool(options.stream), form, arrival, repeated)
 
 
 class ShapeForm:

@@ -47,6 +47,7 @@ from router.request.options import (
     ReasoningEffort,
     TokenId,
     TruncatePromptTokens,
+    template_effort,
 )
 from router.request.tools import (
     MAX_KWARGS,
@@ -328,7 +329,7 @@ class ChatCompletionRequest(HttpRequest):
             name,
             self.parallel_tool_calls is not False,
             check_kwargs(self.chat_template_kwargs),
-            self.reasoning_effort,
+            template_effort(self.reasoning_effort),
             not continues if self.add_generation_prompt is None else self.add_generation_prompt,
             continues,
         )

@@ -174,11 +174,36 @@ class WholeShape:
         return lists.encode(whole | self._shape.of_whole(self._answers[0], lists))
 
 
+class PromptIds:
+    """Token ids of a request's prompts, as JSON."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int):
+        """`n`: choices of each."""
+        self._prompts, self._n = prompts, n
+        self._encoded: dict[int, bytes] = {}
+
+    def of(self, choice: int) -> bytes:
+        """Of a whole answer: its choices share what is encoded."""
+        place = choice // self._n
+        if place not in self._encoded:
+            self._encoded[place] = orjson.dumps(self._prompts[place])
+        return self._encoded[place]
+
+    def once(self, choice: int) -> bytes:
+        """Of a stream: empty for further choices of the prompt, which together were many times the request."""
+        place = choice // self._n
+        if place in self._encoded:
+            return b""
+        self._encoded[place] = b""
+        return orjson.dumps(self._prompts[place])
+
+
 class PromptShown(NamedTuple):
     """What an answer shows of its prompt."""
 
     echoes: bool = False
     alternatives: int | None = None  # vLLM's prompt_logprobs
+    ids: PromptIds | None = None  # vLLM's prompt_token_ids, which return_token_ids asks for
 
 
 @dataclass(frozen=True)
@@ -241,6 +266,21 @@ class Shape:
         """Further fields of a whole answer, which are those of its first choice."""
         return {}
 
+    def of_first_chunk(self, index: int) -> dict[str, Any]:
+        """Further fields of the first chunk of a choice, beside `choices`."""
+        return {}
+
+    def of_first_choice(self, index: int) -> dict[str, Any]:
+        """Further fields of the choice in its first chunk."""
+        return {}
+
+    def prompt_ids(self, index: int, lists: Lists | None = None) -> dict[str, Any]:
+        """The field with the prompt of a choice, where it is asked for. `lists`: of a whole answer, else of a stream."""
+        if (ids := self.prompt.ids) is None:
+            return {}
+        encoded = ids.once(index) if lists is None else lists.mark(ids.of(index))
+        return {"prompt_token_ids": orjson.Fragment(encoded)} if encoded else {}
+
     def scored(self, delta: Delta) -> Sequence[Token]:
         """The delta's tokens whose log probabilities are shown beside the text."""
         return (*delta.prompt, *delta.tokens) if self.prompt.echoes else delta.tokens
@@ -263,7 +303,9 @@ class Shape:
         if delta.parts is not None:
             role = {"role": "assistant"} if first else {}
             message = {"delta": role | delta_fields(self.view.shown(delta.parts))}
-        return self._shown(index, message, token_ids, self.logprobs(index, self.scored(delta)), delta.finish)
+        logprobs = self.logprobs(index, self.scored(delta))
+        shown = self._shown(index, message, token_ids, logprobs, delta.finish)
+        return shown | self.of_first_choice(index) if first else shown
 
     def _shown(
         self,
@@ -295,7 +337,10 @@ class ChatShape(Shape):
     chunk_name = "chat.completion.chunk"
 
     def of_whole(self, answer: Answer, lists: Lists) -> dict[str, Any]:
-        return answer.prompt_logprobs(lists)
+        return answer.prompt_logprobs(lists) | self.prompt_ids(answer.index, lists)
+
+    def of_first_chunk(self, index: int) -> dict[str, Any]:
+        return self.prompt_ids(index)
 
     def message(self, text: Text) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -317,7 +362,10 @@ class CompletionShape(Shape):
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
     def of_choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
-        return answer.prompt_logprobs(lists)
+        return answer.prompt_logprobs(lists) | self.prompt_ids(answer.index, lists)
+
+    def of_first_choice(self, index: int) -> dict[str, Any]:
+        return self.prompt_ids(index)
 
     def message(self, text: Text) -> dict[str, Any]:
         return {"text": text}

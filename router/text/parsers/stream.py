@@ -45,7 +45,11 @@ class Markers:
 
     def shown(self, text: str) -> str:
         """Without special tokens, and without what escapes such as `\\ud800` make of a name."""
-        return text if text.isascii() else _SURROGATES.sub("", text)
+        return without_surrogates(text)
+
+
+def without_surrogates(text: str) -> str:
+    return text if text.isascii() else _SURROGATES.sub("", text)
 
 
 class Held:

@@ -17,6 +17,7 @@ from router.request.answer_formats import ModelFormats
 from router.request.answer_plan import AnswerPlans
 from router.request.grammars import ANY_OBJECT, GrammarChecks, RequestedGrammar, json_spec
 from router.request.tool_schemas import MAX_REFUSED, checked_plan
+from router.request.tools import allowed_tools
 from router.text.conversation import Conversation, Tool
 from tests.harness.model_text import VOCAB, make_model_text
 
@@ -92,6 +93,20 @@ async def test_strict_ones_are_refused(fields):
     with pytest.raises(InvalidRequestError) as caught:
         await planned(Checks(), tool("f", BAD), tool("bad", BAD, strict=True), tool_choice="required")
     assert caught.value.field == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_errors_name_the_place_among_all_tools_of_the_request(choice):
+    """Also where the choice leaves some of them."""
+    every = [tool("f", GOOD), tool("g", GOOD), tool("bad", BAD, strict=True)]
+    kept = allowed_tools([("bad", "first"), ("g", "second")], every)
+    with pytest.raises(InvalidRequestError) as caught:
+        await planned(Checks(), *kept, tool_choice=choice)
+    assert caught.value.field == "tools[2].function.parameters"
+    no_grammars = AnswerPlans(ModelFormats("hermes", "", {}, {}), "its tokenizer has none")
+    with pytest.raises(InvalidRequestError) as caught:
+        no_grammars.plan(Conversation([], tools=kept), "prompt", None)
+    assert caught.value.field == "tools[2].function.strict"
 
 
 async def test_other_refusals_stay():

@@ -66,6 +66,22 @@ def test_names_may_have_what_anthropic_allows(name):
     assert caught.value.field == "tools.0.name"
 
 
+@pytest.mark.parametrize("name", ["get weather", "größe", "a/b", "f" * (MAX_NAME + 1)])
+def test_a_name_that_a_model_made_up_is_sent_back(name):
+    """On every endpoint: the client's loop answers the call with an error, and goes on."""
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    told = {"role": "tool", "content": "no such tool", "tool_call_id": "c1", "name": name}
+    _, message, result = conversation(
+        messages=[MESSAGES[0], {"role": "assistant", "tool_calls": [call]}, told]
+    ).messages
+    assert message["tool_calls"][0]["function"]["name"] == result["name"] == name
+    item = {"type": "function_call", "call_id": "c1", "name": name, "arguments": "{}"}
+    assert read_items([item], None, LIMITS)[0]["tool_calls"][0]["function"]["name"] == name
+    chat = pb.ChatMessages()
+    chat.messages.add(role="assistant").tool_calls.add(id="c1", name=name)
+    assert read_conversation(chat, LIMITS).messages[0]["tool_calls"][0]["function"]["name"] == name
+
+
 def test_http_and_grpc_read_the_same():
     http = conversation(
         messages=MESSAGES,
@@ -135,7 +151,7 @@ def test_http_and_grpc_read_the_same():
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages[0].tool_call_id"),
         ({"messages": [{**MESSAGES[1], "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
         (
-            {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "a b"}}]}]},
+            {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "a\nb"}}]}]},
             "messages[0].tool_calls[0].function.name",
         ),
         (

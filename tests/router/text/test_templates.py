@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from typing import Any
 
 import pytest
 from jinja2 import TemplateError
@@ -111,3 +112,91 @@ def test_variables_have_names_of_the_renderer_and_values_that_a_template_does_no
     with pytest.raises(InvalidRequestError, match="the chat template refuses") as refused:
         text("{{ x | dictsort }}").render(Conversation(MESSAGES, template_kwargs={"x": "a"}))
     assert refused.value.field == "messages"
+
+
+# As gpt-oss's has it
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and 'tool_calls' in m %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}"
+    "{% elif m.content %}<{{ m.content }}>{% elif m.thinking %}<{{ m.thinking }}>{% endif %}"
+    "{{ m.tool_calls[0].function.name }}"
+    "{% elif loop.last and not add_generation_prompt %}"
+    "{% if 'thinking' in m %}<{{ m.thinking }}>{% endif %}{{ m.content }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "shown"),
+    [
+        ("", "I need f.", "<I need f.>"),
+        ("Well.", None, "<Well.>"),
+        ("Well.", "I need f.", "<I need f.\nWell.>"),
+    ],
+)
+def test_a_template_may_call_reasoning_thinking(text, content, reasoning, shown):
+    call: Any = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    more = {} if reasoning is None else {"reasoning_content": reasoning}
+    asked: Any = {"role": "assistant", "content": content, "tool_calls": [call], **more}
+    told: Any = {"role": "tool", "tool_call_id": "c", "content": "5"}
+    model = text(THINKING)
+    assert model.render(Conversation([MESSAGES[1], asked, told])) == f"hello{shown}f5"
+    last: Any = {"role": "assistant", "content": "So", "reasoning_content": "Hm."}
+    continued = Conversation([MESSAGES[1], last], add_generation_prompt=False, continue_final_message=True)
+    assert model.render(continued) == "hello<Hm.>So"
+    both = text("{{ messages[0].reasoning_content }}{{ messages[0].thinking is defined }}")
+    assert both.render(Conversation([last])) == "Hm.False", "one that reads both gets one"
+
+
+def called(*names: str, **more: Any) -> dict[str, Any]:
+    calls = [
+        {"id": f"c{one}", "type": "function", "function": {"name": one, "arguments": {}}} for one in names
+    ]
+    return {"role": "assistant", "content": "", **more, "tool_calls": calls}
+
+
+def told(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"c{name}", "content": f"result {name}"}
+
+
+SEVERAL: list[Any] = [
+    MESSAGES[1],
+    called("a", "b", content="Well."),
+    told("b"),
+    told("a"),
+    told("z"),
+    called("c"),
+    told("c"),
+]
+CALLS = "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+# As Llama 3's and gpt-oss's have it, and one that shows all
+REFUSING = (
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}" + CALLS
+)
+FIRST_ONLY = "({{ m.tool_calls[0].function.name }})"
+
+
+@pytest.mark.parametrize(
+    ("shown", "calls"),
+    [
+        (CALLS, "Well.(a)(b)[result b][result a][result z](c)[result c]"),
+        (REFUSING, "Well.(a)[result a](b)[result b][result z](c)[result c]"),
+        (FIRST_ONLY, "Well.(a)[result a](b)[result b][result z](c)[result c]"),
+    ],
+)
+def test_a_template_may_take_one_call_in_a_message(text, shown, calls):
+    """Else the answers of its own model, or of another one, could not be sent back, or lost calls."""
+    model = text(
+        "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.content }}]"
+        f"{{% elif 'tool_calls' in m %}}{{{{ m.content }}}}{shown}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        "{% endfor %}"
+    )
+    assert model.render(Conversation(SEVERAL)) == f"hello{calls}"
+    assert model.render(Conversation(SEVERAL, [Tool("a")])) == f"hello{calls}"
+
+
+def test_a_template_that_shows_no_calls_gets_messages_as_they_are(text):
+    assert text("{{ messages | length }}").render(Conversation(SEVERAL)) == "7"
+    refuses = text("{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}")
+    with pytest.raises(InvalidRequestError, match="no"):
+        refuses.render(Conversation(SEVERAL))

@@ -34,13 +34,12 @@ from router.frontends.http.requests import (
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, unsupported, wrong
 from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
-from router.request.options import Flag, GenerationOptions, StopStrings
+from router.request.options import Flag, GenerationOptions, StopStrings, template_effort
 from router.request.tools import tools_size
 from router.text.conversation import Conversation, ToolChoice
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "tool": "auto", "none": "none"}
 MAX_TOKENS = 2**31  # that a request may ask for: more than any context
-_EFFORTS = {"max": "xhigh"}  # the names of chat templates, where they differ
 # The variables by which chat templates turn reasoning on and off; a template that uses none ignores them
 _THINKING_KWARGS = ("enable_thinking", "thinking")
 
@@ -78,7 +77,7 @@ def _no_thread(value: object) -> None:
 
 
 class ThinkingParam(RequestModel):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, late(minimum=1)] | None = Field(
         None, description="accepted, changes nothing"
     )
@@ -105,10 +104,12 @@ class ConversationFields(RequestModel):
     tools: Tools = Field([], description="with an input_schema each")
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = Field(
-        None, description="sets enable_thinking and thinking of the chat template; adaptive: its default"
+        None,
+        description="sets the template's enable_thinking and thinking; between_tools: as disabled, adaptive: its default",
     )
     output_config: OutputConfig | None = None
 
+    billing_policy: Ignored = None
     cache_control: Ignored = None
     context_management: Ignored = None
     user_profile_id: Ignored = None
@@ -133,7 +134,7 @@ class ConversationFields(RequestModel):
             check_choice(choice, tools),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             template_kwargs=self._template_kwargs(),
-            reasoning_effort=None if effort is None else _EFFORTS.get(effort, effort),
+            reasoning_effort=template_effort(effort),
             add_generation_prompt=not continues,
             continue_final_message=continues,
         )
@@ -167,7 +168,10 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     thread: Annotated[
         Any, PlainValidator(_no_thread), WithJsonSchema({"enum": [None], "description": "not supported"})
     ] = None
+    compaction: Annotated[Any, OnlyNeutral()] = None
     diagnostics: Ignored = None
+    fallback_credit_token: Ignored = None
+    fallbacks: Ignored = None  # no answer is declined
     inference_geo: Ignored = None
     speed: Ignored = None
 
@@ -193,5 +197,6 @@ class CountTokensRequest(ConversationFields):
     model_config = CLOSED
     objects: ClassVar[frozenset[str]] = MessagesRequest.objects
 
+    compaction: Ignored = None
     diagnostics: Ignored = None
     speed: Ignored = None

@@ -37,13 +37,16 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "Baton": _baton(),
         "ChatLogprobs": _chat_logprobs(),
         "CompletionLogprobs": _completion_logprobs(),
-        "ChatCompletion": _answer("chat.completion", _chat_choice(), prompt_logprobs=_prompt_logprobs()),
-        "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta()),
+        "ChatCompletion": _answer("chat.completion", _chat_choice(), **_prompt()),
+        "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta(), prompt_token_ids=_PROMPT_IDS),
         "Completion": _answer(
             "text_completion",
-            _completion_choice(one_of(["stop", "length"]), prompt_logprobs=_prompt_logprobs()),
+            _completion_choice(one_of(["stop", "length"]), **_prompt()),
         ),
-        "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
+        "CompletionChunk": _chunk(
+            "text_completion",
+            _completion_choice(one_of(["stop", "length", None]), prompt_token_ids=_PROMPT_IDS),
+        ),
         "Embeddings": _embeddings(),
         **response_schemas(),
         **message_schemas(),
@@ -151,14 +154,15 @@ def _answer(name: str, choice: Schema, **further: Schema) -> Schema:
     return record({**properties, **further}, list(properties))
 
 
-def _chunk(name: str, choice: Schema) -> Schema:
+def _chunk(name: str, choice: Schema, **further: Schema) -> Schema:
     """Schema of a chunk. The one that ends the last choice has the timings; one with usage and no choices may follow."""
     head = _head(name)
     properties = {**head, "choices": array(choice), "usage": optional(ref("Usage")), "baton": ref("Baton")}
-    return record(properties, [*head, "choices"])
+    return record({**properties, **further}, [*head, "choices"])
 
 
 _TOKEN_IDS = array(COUNT, description="where return_token_ids asks for them")
+_PROMPT_IDS = array(COUNT, description="the prompt, where return_token_ids asks for it; once in a stream")
 
 
 _REASONING = {
@@ -214,6 +218,10 @@ def _completion_choice(finish: Schema, **further: Schema) -> Schema:
 def _choice(properties: dict[str, Schema], **further: Schema) -> Schema:
     properties = {"index": COUNT, **properties}
     return record({**properties, "token_ids": _TOKEN_IDS, **further}, list(properties))
+
+
+def _prompt() -> dict[str, Schema]:
+    return {"prompt_logprobs": _prompt_logprobs(), "prompt_token_ids": _PROMPT_IDS}
 
 
 def _prompt_logprobs() -> Schema:

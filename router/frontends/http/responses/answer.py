@@ -43,23 +43,46 @@ class _Output:
         self._lists = Lists()
         self._echo = self._lists.mark(shape.echo)
         self._items = OutputItems(self._lists, encrypt_reasoning=shape.encrypt_reasoning)
-        self._waiting: list[Token] = []  # whose text is not decided yet; where log probabilities are shown
+        self._waiting: list[Token] = []  # whose text has not come yet, where log probabilities are shown
         self._whole = True
+        self._stopped = False  # by a stop string, which left no call that could be carried out
 
     def _add(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []
         for delta in deltas:
             self._whole = delta.finish != "length"
+            self._stopped = delta.finish == "stop" and delta.stop_string is not None
             if self._shape.logprobs:
                 self._waiting += delta.tokens
             if parts := parts_of(delta):
-                events += self._items.add(parts, self._shape.token_logprobs(self._waiting))
-                self._waiting = []
+                shown = self._taken(parts) if self._waiting else ()
+                events += self._items.add(parts, self._shape.token_logprobs(shown))
         return events
+
+    def _taken(self, parts: Sequence[Part]) -> Sequence[Token]:
+        """Those of the waiting tokens that the content of `parts` is made of. What is before them is dropped: it is of
+        reasoning, of calls, or of markers. What is behind them waits on. All, where their text is not the content."""
+        content = "".join(part.text for part in parts if isinstance(part, ContentText)).encode()
+        tokens, self._waiting = self._waiting, []
+        if not content:
+            return ()
+        texts = [self._shape.text.pieces.in_answer(token.token_id) for token in tokens]
+        begin = b"".join(texts).find(content)
+        if begin < 0:
+            return tokens
+        end, place = begin + len(content), 0
+        shown: list[Token] = []
+        for token, text in zip(tokens, texts, strict=True):
+            if place >= end:
+                self._waiting.append(token)
+            elif place + len(text) > begin:
+                shown.append(token)
+            place += len(text)
+        return shown
 
     def _end(self, outcomes: Sequence[Outcome]) -> tuple[list[Event], orjson.Fragment]:
         """The last items' events, and the response."""
-        events = self._items.end(whole=self._whole)
+        events = self._items.end(whole=self._whole, stopped=self._stopped)
         return events, self._shape.ended(self._echo, self._items.done, outcomes[-1], whole=self._whole)
 
 

@@ -231,12 +231,14 @@ class OutputItems:
         """An error ends the answer: the open item stays as it is."""
         return self._close("incomplete")
 
-    def end(self, *, whole: bool) -> list[Event]:
-        """`whole`: no limit ended the answer within the open item. An answer without items gets an empty message."""
+    def end(self, *, whole: bool, stopped: bool = False) -> list[Event]:
+        """`whole`: no limit ended the answer within the open item. `stopped`: a stop string did, within the arguments if
+        that is a call. An answer without items gets an empty message."""
         events: list[Event] = []
         if self._open is None and not self.done:
             events += self._begin(MessageOutput(0, self._lists))
-        return events + self._close("completed" if whole else "incomplete")
+        cut = not whole or (stopped and isinstance(self._open, CallOutput))
+        return events + self._close("incomplete" if cut else "completed")
 
     @property
     def _next(self) -> int:

@@ -31,7 +31,14 @@ from router.request.fields import (
 )
 from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
-from router.request.options import AnswerTokens, Flag, GenerationOptions, LogprobCount, ReasoningEffort
+from router.request.options import (
+    AnswerTokens,
+    Flag,
+    GenerationOptions,
+    LogprobCount,
+    ReasoningEffort,
+    template_effort,
+)
 from router.request.tools import check_kwargs, tools_size
 from router.text.conversation import Conversation
 
@@ -228,7 +235,7 @@ class ResponseRequest(GenerationOptions):
             name,
             self.parallel_tool_calls is not False,
             check_kwargs(self.chat_template_kwargs),
-            self.reasoning.effort if self.reasoning is not None else None,
+            template_effort(self.reasoning.effort if self.reasoning is not None else None),
         )
 
     @property

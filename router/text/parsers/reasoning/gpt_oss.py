@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from router.text.parsers.stream import Answer, Held, JsonValue, Markers
 
@@ -34,12 +35,14 @@ class GptOss:
         self._behind = False  # a message has ended: only the markers of another one can follow
         self._held = Held(*self._body_ends)
         self._show = answer.content
+        self._shown: set[Callable[[str], None]] = set()  # what earlier messages were shown as
+        self._joins = False  # a line break precedes the text of this one
         self._arguments = JsonValue()  # of the call whose message is read
 
     def feed(self, text: str) -> None:
         while text:
             if self._to_end:
-                self._answer.content(text)
+                self._pass(text)
                 return
             text = self._in_body(text) if self._header is None else self._in_header(self._header + text)
 
@@ -47,7 +50,7 @@ class GptOss:
         if self._header is None:
             rest = self._held.rest()
             if not (self._answer.cut and self._arguments.closed):  # else it is the beginning of a marker
-                self._show(rest)
+                self._pass(rest)
         elif self._answer.cut and self._tools and (recipient := self._recipient()):
             self._answer.call(recipient)
             self._answer.arguments("", ended=False)
@@ -69,7 +72,7 @@ class GptOss:
             self._begin_body(header)
             return rest
         if plain or len(text) > MAX_HEADER + len(self._message):
-            self._header, self._show = None, self._answer.content
+            self._header, self._show, self._joins = None, self._answer.content, False
             self._to_end = self._answer.names is not None
             return text.removeprefix(self._markers[START])  # it would begin the same header again
         self._header = text
@@ -87,6 +90,15 @@ class GptOss:
         else:
             self._show = self._answer.content
             self._to_end = self._answer.names is not None and channel.strip().startswith("final")
+        self._joins = self._show in self._shown
+
+    def _pass(self, text: str) -> None:
+        if not text:
+            return
+        if self._show != self._show_arguments:
+            self._shown.add(self._show)
+        self._show(f"\n{text}" if self._joins else text)
+        self._joins = False
 
     def _show_arguments(self, text: str) -> None:
         """Up to the end of the message, also behind their end."""
@@ -96,7 +108,7 @@ class GptOss:
 
     def _in_body(self, text: str) -> str:
         before, marker, rest = self._held.add(text)
-        self._show(before)
+        self._pass(before)
         if marker:
             self._behind, self._arguments = True, JsonValue()
             self._header = self._markers[START] if marker == self._markers[START] else ""

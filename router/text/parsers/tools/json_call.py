@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from router.text.parsers.stream import MAX_HEAD, Answer, JsonValue
+from router.request.answer_parts import is_called
+from router.text.parsers.stream import MAX_HEAD, Answer, JsonValue, without_surrogates
 from router.text.written_numbers import no_constant
 
 _SPACE = re.compile(r"\s*")
@@ -225,8 +226,9 @@ class _Head:
                 return
             if self._key == "name":
                 self.name = _text(raw)
-                if self._names is not None and self.name not in self._names:
-                    raise ValueError("another function")
+                allowed = self._names is None or self.name in self._names
+                if not allowed or not is_called(without_surrogates(self.name)):
+                    raise ValueError("no name, or of another function")
             elif self._key in self._members:
                 self._given[self._key] = raw
             self.state = "comma"

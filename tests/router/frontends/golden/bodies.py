@@ -106,7 +106,7 @@ SPECIAL: dict[str, list[Any]] = {
         {"continuous_usage_stats": []}, {"other": 1}, {"include_usage": True, "other": 1}, {"x" * 3000: 1},
         {"include_usage": 1, "continuous_usage_stats": 1},
     ],
-    "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh", "hard", "LOW"],
+    "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh", "max", "hard", "LOW"],
     "tools": [[{"type": "function"}]],
     "tool_choice": ["none", "auto", "required", {"type": "allowed_tools"}],
     "function_call": ["none", "auto"],

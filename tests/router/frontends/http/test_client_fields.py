@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
 import pytest
 from openai.types import chat, completion_create_params, responses
+from openai.types.shared_params import ReasoningEffort
 
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
+from router.frontends.grpc.conversation import read_conversation
 from router.frontends.http.requests import (
     MAX_CACHE_SALT,
     ChatCompletionRequest,
@@ -25,7 +27,7 @@ from router.request.completion import Completion, prefix_scope
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
 from tests.router.frontends.http.conftest import MESSAGES, NAME, PAGE
-from wire import common_pb2
+from wire import common_pb2, inference_pb2
 
 # --- fields --------------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,22 @@ def test_a_value_that_would_change_the_answer_is_refused(path, body, field, rout
 def test_every_parameter_of_the_package_is_known(parameters, request_model):
     """Supported or not: an error then says so, and not that the field is unknown."""
     assert set(parameters.__annotations__) <= request_model.names
+
+
+def test_every_effort_of_the_package_is_known():
+    """`max` as chat templates call the highest."""
+    (efforts,) = (get_args(one) for one in get_args(ReasoningEffort) if one is not type(None))
+    for effort in efforts:
+        shown = "xhigh" if effort == "max" else effort
+        body: dict[str, Any] = {"messages": MESSAGES, "reasoning_effort": effort}
+        assert (
+            read_request(ChatCompletionRequest, body, LIMITS).conversation(LIMITS).reasoning_effort == shown
+        )
+        asked = read_request(ResponseRequest, {"input": "a", "reasoning": {"effort": effort}}, LIMITS)
+        assert asked.to_conversation(LIMITS).reasoning_effort == shown
+        chat = inference_pb2.ChatMessages(reasoning_effort=effort)
+        chat.messages.add(role="user", content="hi")
+        assert read_conversation(chat, LIMITS).reasoning_effort == shown
 
 
 def test_reasoning_effort_belongs_to_chats(router):

@@ -7,11 +7,20 @@ from pathlib import Path
 import orjson
 import pytest
 
+from router.frontends.http.events import Events
 from router.frontends.http.long_body import Lists
-from router.frontends.http.shapes import Answer, ChatShape, CompletionShape
-from router.request.completion import Completion, Delta
+from router.frontends.http.requests import StreamOptions
+from router.frontends.http.shapes import (
+    Answer,
+    ChatShape,
+    CompletionShape,
+    PromptIds,
+    PromptShown,
+    WholeShape,
+)
+from router.request.completion import Completion, Delta, Outcome
 from router.text.tokenizer import ModelText
-from wire import common_pb2
+from wire import common_pb2, inference_pb2
 
 MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
 SMILE = "\U0001f642"
@@ -101,3 +110,45 @@ def test_offsets_go_on_from_chunk_to_chunk_of_each_choice(text, tokens):
             shown = streamed.delta(choice, Delta(choice, "", (one,)), False)
             offsets[choice] += shown["logprobs"]["text_offset"]
     assert offsets[0] == offsets[1] == [0, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def with_prompt_ids(kind, text):
+    """Of two prompts, with two choices each."""
+    completion = Completion("id", "m", [1, 2], common_pb2.SamplingParams(), n=2)
+    return kind(completion, text, 0, "id", True, prompt=PromptShown(ids=PromptIds([[1, 2], [3]], 2)))
+
+
+def ended(choice):
+    return Delta(choice, "x", (common_pb2.Token(choice=choice, token_id=5),), "length")
+
+
+OUTCOMES = [Outcome(inference_pb2.Usage(), inference_pb2.Timings())]
+
+
+def test_a_whole_answer_has_its_prompts_token_ids(text):
+    answer = WholeShape(with_prompt_ids(CompletionShape, text), 4)
+    answer.add([ended(choice) for choice in range(4)])
+    choices = orjson.loads(b"".join(answer.body(OUTCOMES)))["choices"]
+    assert [one["prompt_token_ids"] for one in choices] == [[1, 2], [1, 2], [3], [3]]
+    chat = WholeShape(with_prompt_ids(ChatShape, text), 2)
+    chat.add([ended(choice) for choice in range(2)])
+    body = orjson.loads(b"".join(chat.body(OUTCOMES)))
+    assert body["prompt_token_ids"] == [1, 2]
+    assert all(one["token_ids"] == [5] and "prompt_token_ids" not in one for one in body["choices"])
+
+
+@pytest.mark.parametrize("usage", [{}, {"include_usage": True}, {"continuous_usage_stats": True}])
+@pytest.mark.parametrize(("kind", "choices"), [(CompletionShape, 4), (ChatShape, 2), (ChatShape, 1)])
+def test_a_stream_has_the_token_ids_of_each_prompt_once(text, kind, choices, usage):
+    """Of several choices together they would be many times the request."""
+    events = Events(with_prompt_ids(kind, text), choices, StreamOptions(**usage), 3)
+    sent = b"".join(events.of([ended(choice)]) for choice in range(choices)) + events.end(OUTCOMES)
+    chunks = [orjson.loads(one) for one in sent.decode().removeprefix("data: ").split("\n\ndata: ")[:-1]]
+    found = [
+        (one["choices"][0]["index"], place["prompt_token_ids"])
+        for one in chunks
+        if one["choices"]
+        for place in ((one,) if kind is ChatShape else (one["choices"][0],))
+        if "prompt_token_ids" in place
+    ]
+    assert found == [(0, [1, 2]), (2, [3])][: max(1, choices // 2)]

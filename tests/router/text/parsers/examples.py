@@ -165,6 +165,21 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
         ("Hm.", "Yes.", []),
     ),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        False,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        ("Hm.\nSo.", "I look.\nYes.", []),
+    ),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        False,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|><|end|>Yes.",
+        ("Hm.", "Yes.", []),
+    ),
     ("", "gpt_oss", False, "Plain text", ("", "Plain text", [])),
     ("", "gpt_oss", False, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", ("Hm.", "", [])),
     (

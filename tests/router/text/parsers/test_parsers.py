@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request.answer_parts import CallArguments, CallBegin
+from router.request.answer_parts import CallArguments, CallBegin, is_called
 from router.text.parsers.base import Reasoning
 from router.text.parsers.registry import (
     REASONING_PARSERS,
@@ -100,6 +100,31 @@ def test_ids_of_mistral_are_nine_alphanumerics():
 def test_names_have_no_lone_surrogates():
     found = read(made("hermes", "", False), ['<tool_call>{"name": "a\\udc00", "arguments": {}}</tool_call>'])
     assert found == ("", "", [("a", "{}")])
+
+
+@pytest.mark.parametrize("name", ["", "a\\nb", "\\ud800"])
+def test_what_has_no_name_is_no_call(name):
+    """Else the history, in which a call has a name, would be refused."""
+    for tools, text in (
+        ("hermes", f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'),
+        ("llama3_json", f'{{"name": "{name}", "parameters": {{}}}}'),
+        ("mistral", f'[TOOL_CALLS][{{"name": "{name}", "arguments": {{}}}}]'),
+    ):
+        assert read(made(tools, "", False), [text]) == ("", text, [])
+        assert read(made(tools, "", False), list(text)) == ("", text, [])
+
+
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+@settings(max_examples=40, deadline=None)
+@given(name=st.text(max_size=1100), member=st.sampled_from(["arguments", "parameters"]))
+def test_every_name_of_a_call_may_be_in_the_history(tools, name, member):
+    written = json.dumps({"name": name, member: {}}, ensure_ascii=False)
+    begin = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]["}.get(tools, "")
+    other = f"[TOOL_CALLS]{name}{{}}" if tools == "mistral" else f"[{name}(a=1)]"
+    header = f"<|channel|>commentary to=functions.{name} <|message|>{{}}<|call|>"
+    for text in (begin + written, header if tools == "gpt_oss" else other):
+        _, _, calls = read(made(tools, "", False), [text])
+        assert all(is_called(one) for one, _ in calls)
 
 
 def test_arguments_come_as_they_are_written():

@@ -44,12 +44,12 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
-def test_calls_may_have_names_of_128_characters():
-    turn = [user(text("go")), assistant(use("a", "f" * 128)), user(result("a"))]
+def test_calls_may_have_names_of_1024_characters():
+    turn = [user(text("go")), assistant(use("a", "f" * 1024)), user(result("a"))]
     _, message, told = read_messages(turn, None, LIMITS)
-    assert told["name"] == message["tool_calls"][0]["function"]["name"] == "f" * 128
+    assert told["name"] == message["tool_calls"][0]["function"]["name"] == "f" * 1024
     with pytest.raises(InvalidRequestError) as caught:
-        read_messages([user(text("go")), assistant(use("a", "f" * 129))], None, LIMITS)
+        read_messages([user(text("go")), assistant(use("a", "f" * 1025))], None, LIMITS)
     assert caught.value.field == "messages.1.content.0.name"
 
 
@@ -197,5 +197,5 @@ def test_calls_of_namespaces_come_back():
         [user(text("go")), assistant(use("a", "browser.search", q=1)), user(result("a", "x"))], None, LIMITS
     )
     assert called["tool_calls"][0]["function"]["name"] == "browser.search"
-    with pytest.raises(InvalidRequestError, match="not a name"):
-        read_messages([assistant(use("a", "no name")), user(result("a"))], None, LIMITS)
+    with pytest.raises(InvalidRequestError, match="printable characters"):
+        read_messages([assistant(use("a", "")), user(result("a"))], None, LIMITS)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from anthropic.types.beta import BetaThinkingConfigParam, message_count_tokens_params, message_create_params
 
 from cluster.errors import (
     AttemptsExhaustedError,
@@ -15,7 +17,7 @@ from cluster.errors import (
     RequestTooLargeError,
     UnauthenticatedError,
 )
-from router.frontends.http.anthropic.request import MessagesRequest, ThinkingParam
+from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest, ThinkingParam
 from router.frontends.http.errors import error_response
 from router.request.answer_parts import ContentText
 from tests.router.frontends.http.anthropic.events import ASK, events_of
@@ -175,6 +177,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({**ASK, "stop_sequences": ["a"] * 1000}, 400, "stop_sequences: at most"),
     ({**ASK, "stop_sequences": ["x" * 10_000]}, 400, "stop_sequences: "),
     ({**ASK, "mcp_servers": [{}]}, 400, "mcp_servers: "),
+    ({**ASK, "compaction": {"type": "summarize"}}, 400, "compaction: is not supported"),
     ({**ASK, "prompt": "a"}, 400, "prompt: unknown field"),
 ]
 
@@ -227,7 +230,21 @@ def test_thinking_sets_the_templates_variables():
 
     assert kwargs() == kwargs(type="adaptive") == {}
     assert kwargs(type="enabled") == {"enable_thinking": True, "thinking": True}
-    assert kwargs(type="disabled") == {"enable_thinking": False, "thinking": False}
+    off = {"enable_thinking": False, "thinking": False}
+    assert kwargs(type="disabled") == kwargs(type="between_tools") == off
+
+
+def test_every_parameter_of_the_package_is_known():
+    """Those that a request cannot have are refused by name, also where unknown fields are ignored."""
+    headers = {"betas", "user_profile_id", "workspace_id"}
+    for parameters, request_model in (
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+    ):
+        assert parameters.__annotations__.keys() - headers <= request_model.names
+    kinds = [get_type_hints(one)["type"] for one in get_args(BetaThinkingConfigParam)]
+    known = get_args(ThinkingParam.model_fields["type"].annotation)
+    assert {name for kind in kinds for name in get_args(kind)} <= set(known)
 
 
 def test_a_refusal_before_the_endpoint_has_this_form():

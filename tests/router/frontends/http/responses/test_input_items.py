@@ -10,6 +10,8 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.frontends.field_names import renamed
+from router.frontends.http.responses.endpoint import _NAMES, _PARTS
 from router.frontends.http.responses.input_items import encrypted, items_size, read_items
 from router.frontends.http.responses.tools import read_choice, read_tools
 from router.frontends.http.responses.truncation import Turns
@@ -110,7 +112,7 @@ def test_instructions_come_first():
         ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
         ([CALL, CALL], "input[1].call_id"),
         ([CALL | {"arguments": "[" * 100}], "input[0].arguments"),
-        ([CALL | {"name": "two words"}], "input[0].name"),
+        ([CALL | {"name": "two\nlines"}], "input[0].name"),
         ([OUTPUT], "input[0].call_id"),
         ([CALL, {**OUTPUT, "output": 1}], "input[1].output"),
         ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0].text"),
@@ -247,3 +249,12 @@ def test_a_long_summary_is_not_copied() -> None:
     assert min(seconds() for _ in range(3)) < 0.002  # a copy takes 5 ms
     with pytest.raises(InvalidRequestError, match=r"input\[0\]\.summary: must be a list"):
         read_items([{"type": "reasoning", "summary": {}}], None, LIMITS)
+
+
+def test_an_error_of_a_chats_message_names_the_input():
+    """Its number is that of the chat's message: several items make one, and the instructions another."""
+    message = "messages[2].tool_calls[0].function.arguments.a: holds the text of a special token"
+    with pytest.raises(InvalidRequestError) as caught, renamed(_NAMES, _PARTS):
+        raise InvalidRequestError(message, field=message.partition(":")[0])
+    assert caught.value.field == "input"
+    assert caught.value.message == "input: holds the text of a special token"

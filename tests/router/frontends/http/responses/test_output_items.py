@@ -141,3 +141,15 @@ def test_log_probabilities_belong_to_content():
     assert delta["logprobs"] == [second]
     output.end(whole=True)
     assert [item.get("content")[0].get("logprobs") for item in plain(output.done)] == [None, [second]]
+
+
+def test_a_call_that_a_stop_string_cut_is_incomplete():
+    """A client would carry it out."""
+    for parts, status in (
+        ([CallBegin(0, "c0", "f"), CallArguments(0, '{"x":')], "incomplete"),
+        ([CallBegin(0, "c0", "f"), CallArguments(0, "{}"), ContentText("b")], "completed"),
+    ):
+        items = OutputItems(LISTS)
+        items.add(parts)
+        items.end(whole=True, stopped=True)
+        assert [one["status"] for one in items.done] == ["completed"] * (len(items.done) - 1) + [status]

@@ -1,0 +1,54 @@
+"""Log probabilities of a message are those of its text, and of no other token of the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from router.dispatch.choice import ChoiceStream
+from router.frontends.http.responses.answer import WholeResponse
+from router.frontends.http.responses.shape import ResponseShape
+from router.request.completion import Completion, Outcome
+from router.text.parsers.registry import format_of
+from tests.router.frontends.http.responses.conftest import ScriptedGateway
+from wire import common_pb2, inference_pb2
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+def answered(gateway: ScriptedGateway, written: str, tools: str, reasoning: str) -> list[dict[str, Any]]:
+    """The items of an answer that has this text, token by token."""
+    text = gateway.first.text
+    parsed = format_of(tools, reasoning, opened=False, special={}) if tools or reasoning else None
+    completion = Completion("r", "tiny", [5], common_pb2.SamplingParams(), answer_format=parsed)
+    stream = ChoiceStream(0, completion, text)
+    answer = WholeResponse(ResponseShape(completion, text, b'"echo":1', True, False, False))
+    ids = text.tokenizer.encode(written, add_special_tokens=False).ids
+    for place, token_id in enumerate([*ids, 2], 1):
+        finish: Any = common_pb2.FINISH_REASON_STOP if place > len(ids) else 0
+        delta = stream.take(common_pb2.Token(position=place, token_id=token_id, logprob=-0.5, finish=finish))
+        assert delta is not None
+        answer.add([delta])
+    body = b"".join(answer.body([Outcome(inference_pb2.Usage(), inference_pb2.Timings())]))
+    output: list[dict[str, Any]] = orjson.loads(body)["output"]
+    return output
+
+
+@pytest.mark.parametrize(
+    ("written", "tools", "reasoning", "content"),
+    [
+        ("Hello there, world", "", "", "Hello there, world"),
+        ("<think>\nHm, one < two.\n</think>\n\nYes: a < b, so it is.", "", "think", "Yes: a < b, so it is."),
+        (f"Let me see.\n\n{CALL}", "hermes", "", "Let me see."),
+        (f"{CALL}\nIt is <done", "hermes", "think", "It is <done"),
+    ],
+)
+def test_they_are_those_of_the_text(scripted, written, tools, reasoning, content):
+    (message,) = (one for one in answered(scripted, written, tools, reasoning) if one["type"] == "message")
+    (part,) = message["content"]
+    assert part["text"] == content
+    tokens = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
+    # A token may begin before the text, or end behind it
+    assert content.encode() in tokens and len(tokens) < len(content) + 6, tokens
