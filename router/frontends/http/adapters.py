@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -34,6 +34,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
 WAIT_SECONDS = 60.0  # for the workers
 LOOK_SECONDS = 0.25
+REDIS_SECONDS = 1.0  # for one answer, while workers are waited for
 
 
 class AdapterCalls:
@@ -63,6 +64,7 @@ class AdapterCalls:
                 lambda: self._live([model]),
                 lambda worker: name in dict(worker.adapters),
                 f"have loaded {name!r}",
+                lambda: self._check_wanted(name, wanted),
                 lambda worker: _check_not_refused(worker, name, wanted),
                 least=1,
             )
@@ -89,6 +91,31 @@ class AdapterCalls:
             await self._gateway.services.wanted_adapters.remove(name, wanted)
         except (redis.RedisError, OSError):
             log.warning("adapter %s, which a worker has refused, stays wanted: Redis does not answer", name)
+
+    async def _check_wanted(self, name: str, wanted: Wanted) -> bool:
+        """False, as long as workers are to load it. Raises AdapterRefusedError once another call has unloaded it: no
+        worker says so, and one that has the name may have it of a later call."""
+        try:
+            found = await self._found(name)
+        except (redis.RedisError, OSError):
+            return False  # workers may load it all the same
+        if found is None or found.tag != wanted.tag:
+            raise AdapterRefusedError(
+                f"lora_name: another call has unloaded {name!r} before this one was done", field="lora_name"
+            )
+        return False
+
+    async def _is_wanted(self, name: str) -> bool:
+        """Whether, after it was unloaded, another call loads an adapter under its name: workers may not give that up."""
+        try:
+            return await self._found(name) is not None
+        except (redis.RedisError, OSError):
+            return False
+
+    async def _found(self, name: str) -> Wanted | None:
+        """What Redis has now. Raises redis.RedisError, OSError."""
+        async with asyncio.timeout(REDIS_SECONDS):
+            return await self._gateway.services.wanted_adapters.find(name)
 
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
@@ -129,6 +156,7 @@ class AdapterCalls:
             lambda: self._live(models, ("live", "suspect")),
             lambda worker: name not in dict(worker.adapters),
             f"have given up {name[:MAX_NAME]!r}",
+            lambda: self._is_wanted(name),
         )
         return JSONResponse({"id": name})
 
@@ -178,16 +206,17 @@ class AdapterCalls:
         of: Callable[[], Sequence[WorkerInfo]],
         done: Callable[[WorkerInfo], bool],
         what: str,
+        is_over: Callable[[], Awaitable[bool]],
         check: Callable[[WorkerInfo], None] = lambda worker: None,
         least: int = 0,
     ) -> None:
-        """Until all workers are done, and as many as `least`. `check`: of those that are not. Raises DeadlineError, and
-        what `check` does."""
+        """Until all workers are done, and as many as `least`; or `is_over`, because of another call. `check`: of workers
+        that are not done. Raises DeadlineError, and what these two do."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             workers = of()
             count = sum(map(done, workers))
-            if least <= count == len(workers):
+            if await is_over() or least <= count == len(workers):
                 return
             for worker in workers:
                 if not done(worker):
