@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.grammar.rewriting import for_library
+from cluster.grammar.rewriting import escapes_nothing, for_library
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def library_text(spec: GrammarSpec) -> str:
                 schema = for_library(_object_schema(spec.text))
                 return LLMatcher.grammar_from_json_schema(schema, overrides=_overrides())
             case "regex":
+                if escapes_nothing(spec.text):
+                    raise ValueError("the backslash at its end escapes nothing")
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
                 texts = json.loads(spec.text)
