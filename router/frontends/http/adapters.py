@@ -47,7 +47,8 @@ class AdapterCalls:
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
             raise InvalidRequestError(
-                f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
+                f"lora_name: a letter or digit, then letters, digits and . _ / : - (at most {MAX_NAME})",
+                field="lora_name",
             )
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
