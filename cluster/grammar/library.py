@@ -27,6 +27,7 @@ JSON_OPTIONS = {
 }
 
 MAX_LEXER_STATES = 50_000
+ITEMS_AROUND = 32  # of the rules around a list of choices, for reasoning and calls: about ten
 _NO_TOKEN = 2**32 - 1
 _COST = re.compile(r'"(\w+)": (\d+)')
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -39,7 +40,7 @@ def parser_limits(*, measurable: bool = False) -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=MAX_GRAMMAR_CHOICES + 1,
+        max_items_in_row=MAX_GRAMMAR_CHOICES + 1 + ITEMS_AROUND,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
