@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.client import Client, GenerateOptions, Message, Stream
+from baton.formatting import answer_text
 from cluster.errors import BatonError, UnavailableError
 
 HELP = """/help   this
@@ -128,7 +129,7 @@ class Chat:
             for chunk in stream:
                 pace.arrived(len(chunk.token_ids))
                 text.append(chunk.text)
-                self.console.print(chunk.text, end="", markup=False, soft_wrap=True)
+                self.console.print(answer_text(chunk.text), end="", markup=False, soft_wrap=True)
         cached = stream.usage.cached_tokens if stream.usage else None
         return "".join(text), ("stopped · " if stop.pressed else "") + pace.line(cached)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 MISSING = "–"
+# But tabs and ends of lines. What is not printable by Unicode, such as the space of Japanese, controls nothing.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 STATE_STYLES = {
     "ready": "green",
     "draining": "yellow",
@@ -35,6 +38,12 @@ def text(of: Mapping[str, Any], name: str) -> str:
     if value in (None, ""):
         return MISSING
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(value))
+
+
+def answer_text(answer: str) -> str:
+    """A model's text for a terminal, as far as it controls none: an escape sequence may set the clipboard, and the model
+    may have read it in a document."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", answer)
 
 
 def cell(of: Mapping[str, Any], name: str) -> Text:

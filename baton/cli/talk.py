@@ -87,6 +87,7 @@ def generate(
 ) -> None:
     """Continue one prompt, streaming the text."""
     from baton.client import GenerateOptions
+    from baton.formatting import answer_text
 
     with _client(target, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
@@ -95,7 +96,8 @@ def generate(
             options["seed"] = seed
         stream = client.stream(prompt, **options)
         for chunk in stream:
-            console.print(chunk.text, end="", soft_wrap=True)
+            text = answer_text(chunk.text) if console.is_terminal else chunk.text
+            console.print(text, end="", soft_wrap=True)
     console.print()
 
 

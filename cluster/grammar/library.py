@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.grammar.rewriting import for_library
+from cluster.grammar.rewriting import escapes_nothing, for_library
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ JSON_OPTIONS = {
 
 MAX_LEXER_STATES = 50_000
 STEP_LEXER_FUEL = 200_000  # of the lexer, with a mask and the tokens that follow it
+ITEMS_AROUND = 32  # of the rules around a list of choices, for reasoning and calls: about ten
 _NO_TOKEN = 2**32 - 1
 _COST = re.compile(r'"(\w+)": (\d+)')
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -40,7 +41,7 @@ def parser_limits(*, measurable: bool = False) -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=MAX_GRAMMAR_CHOICES + 1,
+        max_items_in_row=MAX_GRAMMAR_CHOICES + 1 + ITEMS_AROUND,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=50_000,
@@ -107,6 +108,8 @@ def library_text(spec: GrammarSpec) -> str:
                 schema = for_library(_object_schema(spec.text))
                 return LLMatcher.grammar_from_json_schema(schema, overrides=_overrides())
             case "regex":
+                if escapes_nothing(spec.text):
+                    raise ValueError("the backslash at its end escapes nothing")
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
                 texts = json.loads(spec.text)

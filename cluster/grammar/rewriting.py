@@ -59,6 +59,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def escapes_nothing(pattern: str) -> bool:
+    """Whether a backslash ends it, which the library leaves out: the rest is another pattern, and this one none."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
 def _has_fraction(part: dict[str, Any]) -> bool:
     return any(is_number(one) and one != math.floor(one) for one in map(part.get, BOUNDS))
 

@@ -223,10 +223,10 @@ def json_spec(schema: object) -> GrammarSpec:
         text = orjson.dumps(schema).decode()
     except TypeError:
         raise ValueError("is nested too deeply, or has a value that JSON does not have") from None
+    if reason := why_too_long(text):  # before it is walked: a body has room for a million numbers
+        raise ValueError(reason)
     if "null" in text and _has_infinite(schema):  # which became null
         raise ValueError(_NOT_FINITE)
-    if reason := why_too_long(text):
-        raise ValueError(reason)
     return GrammarSpec("json_schema", without_annotations(text))
 
 
@@ -234,13 +234,14 @@ def _has_infinite(schema: object) -> bool:
     """Whether a number in it is infinite or none."""
     waiting = [schema]
     while waiting:
-        match waiting.pop():
-            case Mapping() as members:
-                waiting += members.values()
-            case list() as items:
-                waiting += items
-            case float(number) if not math.isfinite(number):
+        one = waiting.pop()
+        if isinstance(one, float):
+            if not math.isfinite(one):
                 return True
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
     return False
 
 

@@ -105,3 +105,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(router: StubRouter) -> None:
     assert router.inference.cancelled.wait(10), "the cancellation reaches the server a moment later"
     assert roles(router)[-1][-1] == "user"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_answer_does_not_control_the_terminal(router: StubRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would set the clipboard and the window's title, or erase what is above it."""
+    written = "\x1b]52;c;cm0=\x07\x9b2J\x08a\tb\n\u3000c\u200dd"
+    monkeypatch.setattr("tests.harness.stub_inference.text_of", lambda _: written)
+    shown = talk(router, "hello")
+    assert "\ufffd]52;c;cm0=\ufffd\ufffd2J\ufffda" in shown and "\u3000c\u200dd" in shown
+    assert not {"\x1b", "\x07", "\x9b", "\x08"} & {*shown}

@@ -14,7 +14,9 @@ import pytest
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.rewriting import for_library
 from cluster.grammar.spec import GrammarSpec
+from router.text.conversation import Tool
 from router.text.parsers import lark_rules
+from router.text.parsers.grammars import tool_grammar
 from router.text.parsers.lark_rules import json_rule
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -128,3 +130,20 @@ def test_a_schema_that_is_too_long_is_not_made_longer(monkeypatch: pytest.Monkey
 def test_what_dates_make_too_long_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="the grammar of the answer has"):
         json_rule({"anyOf": [DAY] * 1000}, spaced=False)
+
+
+def test_tools_that_are_too_long_together_are_not_all_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a request may have would take the event loop for as long as one schema of 15,000 dates."""
+    lengthened = MagicMock(wraps=for_library)
+    monkeypatch.setattr(lark_rules, "for_library", lengthened)
+    dates = {"properties": {f"day_{number}": DAY for number in range(100)}}
+    with pytest.raises(ValueError, match="the grammar of the answer has"):
+        tool_grammar(
+            "hermes",
+            [Tool(f"tool_{number}", None, dates) for number in range(128)],
+            must_call=True,
+            parallel=True,
+            reasoning=None,
+            marker=lark_rules.quoted,
+        )
+    assert 1 < lengthened.call_count < 8

@@ -185,14 +185,16 @@ def test_all_ends_of_sequence_are_allowed_at_the_end(model):
 
 
 @pytest.mark.parametrize("device", [False, True])
-def test_a_dead_end_is_a_typed_error_of_its_request_alone(model, device):
-    """The only token that the grammar allows may not come before min_tokens."""
+def test_a_dead_end_is_a_typed_error_of_its_request_alone(model, device, caplog):
+    """The only token that the grammar allows may not come before min_tokens. It is one line of the log."""
     engine = grammar_engine(model, device=device)
     a = 3 + ord("a") - 33
     stuck = grammar_request("stuck", GrammarSpec("regex", "aaaa"), stop_token_ids=(a,), min_tokens=3)
     answers = serve(engine, stuck, grammar_request("other", FOUR_DIGITS), grammar_request("free", None))
     error = answers.error("stuck")
     assert type(error) is GrammarDeadEndError and error.field == "grammar" and not error.retryable
+    (record,) = [one for one in caplog.records if "stuck" in one.message]
+    assert record.levelname == "WARNING" and not record.exc_info
     assert answers.finish("other") is FinishReason.STOP and answers.error("free") is None
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -36,12 +35,9 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
 WAIT_SECONDS = 60.0  # for the workers
 LOOK_SECONDS = 0.25
+REDIS_SECONDS = 1.0  # for one answer, while workers are waited for
 # For other routers, and processes of this one, to read what this one has seen: a client's next request may go there
 SPREAD_SECONDS = 2 * REFRESH_SECONDS
-
-
-async def _go_on(_: bool) -> None:
-    """Whatever other calls do."""
 
 
 class AdapterCalls:
@@ -55,7 +51,8 @@ class AdapterCalls:
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
             raise InvalidRequestError(
-                f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
+                f"lora_name: a letter or digit, then letters, digits and . _ / : - (at most {MAX_NAME})",
+                field="lora_name",
             )
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
@@ -72,9 +69,9 @@ class AdapterCalls:
                 lambda: self._live([model]),
                 lambda worker: name in dict(worker.adapters),
                 f"have loaded {name!r}",
+                lambda: self._check_wanted(name, wanted),
                 lambda worker: _check_not_refused(worker, name, wanted),
                 least=1,
-                still=partial(self._check_wanted, name, wanted),
             )
         except AdapterRefusedError:
             await self._take_back(name, wanted)
@@ -99,6 +96,31 @@ class AdapterCalls:
             await self._gateway.services.wanted_adapters.remove(name, wanted)
         except (redis.RedisError, OSError):
             log.warning("adapter %s, which a worker has refused, stays wanted: Redis does not answer", name)
+
+    async def _check_wanted(self, name: str, wanted: Wanted) -> bool:
+        """False, as long as workers are to load it. Raises AdapterRefusedError once another call has unloaded it: no
+        worker says so, and one that has the name may have it of a later call."""
+        try:
+            found = await self._found(name)
+        except (redis.RedisError, OSError):
+            return False  # workers may load it all the same
+        if found is None or found.tag != wanted.tag:
+            raise AdapterRefusedError(
+                f"lora_name: another call has unloaded {name!r} before this one was done", field="lora_name"
+            )
+        return False
+
+    async def _is_wanted(self, name: str) -> bool:
+        """Whether, after it was unloaded, another call loads an adapter under its name: workers may not give that up."""
+        try:
+            return await self._found(name) is not None
+        except (redis.RedisError, OSError):
+            return False
+
+    async def _found(self, name: str) -> Wanted | None:
+        """What Redis has now. Raises redis.RedisError, OSError."""
+        async with asyncio.timeout(REDIS_SECONDS):
+            return await self._gateway.services.wanted_adapters.find(name)
 
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError if requests may name a model or an adapter so: they would not lead to this one."""
@@ -142,6 +164,7 @@ class AdapterCalls:
             lambda: self._live(models, ("live", "suspect")),
             lambda worker: name not in dict(worker.adapters),
             f"have given up {name[:MAX_NAME]!r}",
+            lambda: self._is_wanted(name),
         )
         return JSONResponse({"id": name})
 
@@ -183,39 +206,25 @@ class AdapterCalls:
         serves = services.placement.eligibility.serves
         return [one for one in ready if any(serves(one, model) for model in models)]
 
-    async def _check_wanted(self, name: str, wanted: Wanted, last: bool) -> None:
-        """Raises AdapterRefusedError once another call has unloaded it: what workers have then is not from this one.
-        Redis is asked before the `last` look counts, and where what was read of it lacks the entry."""
-        entries = self._gateway.services.wanted_adapters
-        if not last and entries.wanted.get(name) == wanted:
-            return
-        try:
-            found = await entries.find(name)
-        except (redis.RedisError, OSError):
-            return
-        if found != wanted:
-            raise AdapterRefusedError(
-                f"lora_name: another call has unloaded {name!r} meanwhile", field="lora_name"
-            )
-
     async def _wait(
         self,
         of: Callable[[], Sequence[WorkerInfo]],
         done: Callable[[WorkerInfo], bool],
         what: str,
+        is_over: Callable[[], Awaitable[bool]],
         check: Callable[[WorkerInfo], None] = lambda worker: None,
         least: int = 0,
-        still: Callable[[bool], Awaitable[None]] = _go_on,
     ) -> None:
-        """Until all workers are done, and as many as `least`, and other routers have had time to see that. `check`: of
-        those that are not done; `still`: at each look, with whether it is the last. Raises DeadlineError, and what these
+        """Wait until all workers are done, and as many as `least`, and other routers have had time to see that; or
+        `is_over`, because of another call. `check`: of workers that are not done. Raises DeadlineError, and what these
         two do."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             workers = of()
             count = sum(map(done, workers))
-            await still(last := least <= count == len(workers))
-            if last:
+            if await is_over():
+                return
+            if least <= count == len(workers):
                 await asyncio.sleep(SPREAD_SECONDS if workers else 0.0)
                 return
             for worker in workers:

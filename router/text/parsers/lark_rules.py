@@ -16,7 +16,7 @@ import orjson
 from cluster.grammar.annotations import without_annotations
 from cluster.grammar.library import JSON_OPTIONS
 from cluster.grammar.rewriting import for_library
-from cluster.grammar.spec import GrammarSpec, why_too_long
+from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, why_too_long
 from router.text.parsers.base import Reasoning
 
 Marker = Callable[[str], str]
@@ -31,10 +31,14 @@ class Rules:
     def __init__(self, marker: Marker):
         self._marker = marker
         self._lines = ["ANY: /(?s:.*)/"]
+        self._length = 0  # characters of those that were added
 
     def add(self, name: str, body: str) -> str:
-        """Return `name`."""
+        """Return `name`. Raises ValueError as soon as all rules are too long: the next one takes its time as well."""
         self._lines.append(f"{name}: {body}")
+        self._length += len(self._lines[-1])
+        if self._length > MAX_GRAMMAR_BYTES:
+            _check_length("\n".join(self._lines))
         return name
 
     def marks(self, text: str) -> str:

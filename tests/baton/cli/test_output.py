@@ -31,6 +31,14 @@ def test_an_answer_is_printed_as_it_came(router, monkeypatch, capsys):
     assert capsys.readouterr().out == 2 * TEXT + "\n"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_answer_controls_no_terminal_and_reaches_a_pipe_as_it_is(router, monkeypatch, capsys, terminal):
+    monkeypatch.setattr(stub_inference, "text_of", lambda token_id: "\x1b[2Ja")
+    monkeypatch.setattr(output.console, "_force_terminal", terminal)
+    talk.generate("a", target=router.address, max_tokens=1)
+    assert capsys.readouterr().out == ("\ufffd" if terminal else "\x1b") + "[2Ja\n"
+
+
 def test_a_line_is_printed_as_it_is(capsys):
     output.say(TEXT)
     assert capsys.readouterr().out == TEXT + "\n"

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
+from cluster.errors import InvalidRequestError
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import GrammarSpec
 from router.request.grammar_verdict import tried
@@ -50,6 +51,21 @@ WRONG = [{"const": "a\u0001b"}, {"enum": ["x", "a\u007fb"]}] + [
         r"[^\x00\x02-\U0010ffff]",
     )
 ]
+
+
+@pytest.mark.parametrize("pattern", ["\\", r"^a" + "\\", r"\\" + "\\"])
+def test_a_backslash_that_escapes_nothing_is_refused(library, pattern):
+    """The library leaves it out, so that the rest was the pattern."""
+    text, names = (
+        {"type": "string", "pattern": pattern},
+        {"type": "object", "patternProperties": {pattern: {}}},
+    )
+    assert library.refusal(text) == "at /pattern: the backslash at its end escapes nothing"
+    assert library.refusal(names) == "at /patternProperties: the backslash at its end escapes nothing"
+    with pytest.raises(InvalidRequestError, match="the backslash at its end"):
+        make_matcher(GrammarSpec("regex", pattern), library.tokenizer)
+    assert library.refusal({"type": "string", "pattern": pattern + "\\"}) == ""
+    make_matcher(GrammarSpec("regex", pattern + "\\"), library.tokenizer)
 
 
 NUMBERS = [

@@ -259,7 +259,7 @@ async def test_a_router_of_one_model_needs_no_name(text):
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_load_ends_once_another_call_has_unloaded_its_adapter(text, monkeypatch, again):
+async def test_a_load_ends_when_its_adapter_changes_between_two_looks(text, monkeypatch, again):
     """It answered with the digest of what the other call has loaded since, or waited for its whole time."""
     monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", 30.0)
     monkeypatch.setattr("router.frontends.http.adapters.LOOK_SECONDS", 0.0)
@@ -335,6 +335,39 @@ async def test_an_unload_waits_for_a_worker_that_may_come_back(text):
     cluster.follow = lambda: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="0 of 1 workers have given up 'a'"):
         await cluster.call("unload", lora_name="a")
+
+
+@pytest.mark.parametrize("later", [None, Wanted("q", "later")])
+async def test_a_load_ends_once_another_call_has_unloaded_its_adapter(text, later):
+    """Also where a later call has loaded another one under its name, whose digest would be the answer."""
+    cluster = Cluster(text)
+    add, after = cluster.add, {} if later is None else {"a": later}
+
+    async def added_and_unloaded(*entry: Any) -> Wanted:
+        added = await add(*entry)
+        cluster.entries = {**after}
+        cluster.follow()
+        return added
+
+    cluster.add = added_and_unloaded  # type: ignore[method-assign]
+    with pytest.raises(AdapterRefusedError, match="another call has unloaded 'a'") as caught:
+        await cluster.call("load", lora_name="a", lora_path="p", model="tiny")
+    assert caught.value.field == "lora_name" and cluster.entries == after
+
+
+async def test_an_unload_does_not_wait_for_what_another_call_loads_under_its_name(text):
+    cluster = Cluster(text)
+    await cluster.call("load", lora_name="a", lora_path="p", model="tiny")
+    remove = cluster.remove
+
+    async def removed_and_loaded(name: str, entry: Wanted | None) -> bool:
+        removed = await remove(name, entry)
+        await cluster.add(name, "q")
+        return removed
+
+    cluster.remove = removed_and_loaded  # type: ignore[method-assign]
+    assert await cluster.call("unload", lora_name="a") == {"id": "a"}
+    assert [*cluster.entries] == ["a"]
 
 
 def test_the_document_has_the_statuses_of_these_calls(text):

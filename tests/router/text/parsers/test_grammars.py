@@ -8,7 +8,7 @@ import re
 import jsonschema
 import pytest
 
-from cluster.grammar.spec import GrammarSpec
+from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 from router.text.conversation import Tool
 from router.text.parsers.base import Reasoning
 from router.text.parsers.grammars import MAX_CALLS, reasoning_grammar, tool_grammar
@@ -234,6 +234,20 @@ def test_what_cannot_be_a_grammar_has_a_reason(matched):
         grammar(matched, tools=[Tool("long", None, {"const": "x" * (128 << 10)})])
     with pytest.raises(ValueError, match="JSON object"):
         reasoning_grammar(GrammarSpec("lark", '{"grammars": []}'), THINK, matched.marker)
+
+
+def test_the_longest_list_of_choices_may_follow_reasoning_and_stand_beside_calls(matched):
+    choices = GrammarSpec.of_choices(f"c{number}" for number in range(MAX_GRAMMAR_CHOICES))
+    beside = tool_grammar(
+        *("hermes", TOOLS),
+        must_call=False,
+        parallel=True,
+        reasoning=THINK,
+        marker=matched.marker,
+        answer=choices,
+    )
+    for spec in (reasoning_grammar(choices, THINK, matched.marker), beside):
+        assert matched.accepts(spec, "<think>Hm</think>\nc1998") and matched.accepts(spec, "c7")
 
 
 PERSON = {
