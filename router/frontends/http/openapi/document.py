@@ -29,6 +29,7 @@ _REFUSALS = {
     404: "There is no such model.",
     405: "This path has another method.",
     408: "The head or the body of the request did not arrive in time.",
+    409: "A worker does not load the adapter; `param` names its setting, or what of the files is wrong.",
     413: "The body is too large.",
     429: "Too much at once: the router, the tenant or the connection is full, a quota is used up, or the first "
     "token would come too late.",
@@ -174,6 +175,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                     "lora_path": text(minLength=1, description="below lora_dir"),
                 },
                 _OF_MODEL,
+                409,
             )
         },
         UNLOAD: {
@@ -300,9 +302,16 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
 
 
 def _post(
-    name: str, summary: str, schema: Schema, keys: bool, fields: dict[str, Schema], further: dict[str, Schema]
+    name: str,
+    summary: str,
+    schema: Schema,
+    keys: bool,
+    fields: dict[str, Schema],
+    further: dict[str, Schema],
+    *more: int,
 ) -> dict[str, Any]:
-    made = _get(name, summary, schema, keys, 403, *_GENERATE)
+    """`fields` are needed, `further` ones not; `more`: statuses beside those of other calls."""
+    made = _get(name, summary, schema, keys, 403, *_GENERATE, *more)
     properties = fields | further
     body = {"type": "object", "properties": properties, "required": [*fields], "additionalProperties": False}
     return made | {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}

@@ -22,7 +22,8 @@ from cluster.membership.adapter_refusals import MOST, Refusal, decode, encode
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Lease, WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
-from router.frontends.http.adapters import AdapterCalls
+from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
+from router.frontends.http.openapi.document import build_document
 from router.request.adapters import LoadedAdapters
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
@@ -274,3 +275,12 @@ async def test_an_unload_waits_for_a_worker_that_may_come_back(text):
     cluster.follow = lambda: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="0 of 1 workers have given up 'a'"):
         await cluster.call("unload", lora_name="a")
+
+
+def test_the_document_has_the_status_of_each_refusal(text):
+    common = {InvalidRequestError, UnknownModelError, UnavailableError, DeadlineError}
+    paths = build_document(Cluster(text).gateway)["paths"]
+    for path, errors in {LOAD: {*common, AdapterRefusedError}, UNLOAD: common}.items():
+        stated = paths[path]["post"]["responses"].keys()
+        assert {str(one.http_status) for one in errors} <= stated
+        assert ("409" in stated) == (AdapterRefusedError in errors)
