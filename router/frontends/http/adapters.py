@@ -13,7 +13,7 @@ import redis
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.config.adapters import MAX_NAME, is_adapter_name
+from cluster.config.adapters import MAX_NAME, NAME_FORM, is_adapter_name
 from cluster.errors import (
     AdapterRefusedError,
     CancelledError,
@@ -45,9 +45,7 @@ class AdapterCalls:
         body = await _read(request, ("lora_name", "lora_path"), ("model",))
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
-            raise InvalidRequestError(
-                f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
-            )
+            raise InvalidRequestError(f"lora_name: {NAME_FORM}", field="lora_name")
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
         await gateway.services.members.refresh_status()
@@ -84,7 +82,8 @@ class AdapterCalls:
                 )
 
     async def _take_back(self, name: str, wanted: Wanted) -> None:
-        """Else calls for the name would be refused, and workers try again. A later entry of the same name stays."""
+        """Remove an entry: else calls for the name would be refused, and workers would try again. A later entry of the
+        same name stays."""
         try:
             await self._gateway.services.wanted_adapters.remove(name, wanted)
         except (redis.RedisError, OSError):
@@ -152,7 +151,8 @@ class AdapterCalls:
         )
 
     def _registered(self, model: str) -> tuple[str, ...]:
-        """With which names its workers register: none is the first model's. () if there is one model: any is."""
+        """The names with which a model's workers register; "" is the first model's, too. (): there is one model, and any
+        name is its."""
         config = self._gateway.config
         if not config.models:
             return ()
@@ -181,8 +181,8 @@ class AdapterCalls:
         check: Callable[[WorkerInfo], None] = lambda worker: None,
         least: int = 0,
     ) -> None:
-        """Until all workers are done, and as many as `least`. `check`: of those that are not. Raises DeadlineError, and
-        what `check` does."""
+        """Wait until all workers are done, and as many as `least`. `check`: of those that are not. Raises DeadlineError,
+        and what `check` does."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             workers = of()
