@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from cluster.config.worker import EngineConfig
 from cluster.errors import CancelledError, ModelError
 from engine.lora.adapter_config import AdapterConfig
-from engine.lora.adapter_files import Adapter, Share, read_adapter
+from engine.lora.adapter_files import Adapter, Share, _Digest, read_adapter
 from engine.model.config import ModelConfig
 from tests.harness.adapters import make_adapter
 
@@ -150,6 +150,16 @@ def test_the_digest_is_of_weights_and_configuration(model, tmp_path):
     assert digest == read(Path(shutil.copytree(first, tmp_path / "b")), model).digest
     assert digest != read(make_adapter(tmp_path / "c", model, seed=2), model).digest
     assert digest != read(make_adapter(tmp_path / "d", model, seed=1, lora_alpha=9), model).digest
+
+
+def test_a_digest_tells_where_the_configuration_ends():
+    def digest(*contents):
+        made = _Digest()
+        for one in contents:
+            made.add_whole(one)
+        return made.text
+
+    assert len({digest(b"ab", b"c"), digest(b"a", b"bc"), digest(b"abc")}) == 3
 
 
 def test_scaling_by_rank_its_root_and_patterns():
