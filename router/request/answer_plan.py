@@ -160,7 +160,7 @@ def _demanding(conversation: Conversation) -> str:
 
 
 def parameters_field(index: int) -> str:
-    """Of the schema of a tool."""
+    """The field of a tool's schema, as errors name it."""
     return f"tools[{index}].function.parameters"
 
 

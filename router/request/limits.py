@@ -74,7 +74,7 @@ class FieldLimits:
         return self._is_own(model) or model in self.adapters()
 
     def serves_now(self, model: str) -> bool:
-        """Of an adapter: whether a worker has it."""
+        """Whether it is a name of this model, or of an adapter of it that a worker has."""
         return self._is_own(model) or bool(self.adapters().get(model))
 
     def _is_own(self, model: str) -> bool:

@@ -59,8 +59,8 @@ def _remainders(multiple: str) -> int:
 
 
 class LlguidanceMatcher:
-    """Where the states that the grammar's matchers share are full, it goes on in a grammar without any: what follows is
-    a function of the grammar and the answer so far."""
+    """Follows one answer. Where the states that the grammar's matchers share are full, it goes on in a grammar without
+    any: what follows is a function of the grammar and the answer so far."""
 
     def __init__(self, grammar: LlguidanceGrammar, mask_bytes: int):
         self._grammar = grammar
@@ -123,8 +123,8 @@ class LlguidanceMatcher:
 
 
 class LlguidanceGrammar:
-    """Its matchers share the lexer's states, and add to them: `size_bytes` grows with what it is used for. In a string of
-    a greatest length each position has about a dozen states."""
+    """A compiled grammar. Its matchers share the lexer's states, and add to them: `size_bytes` grows with what it is used
+    for. In a string of a greatest length each position has about a dozen states."""
 
     def __init__(self, compile_: Callable[[], LLMatcher], mask_bytes: int, size_bytes: int):
         self._compile = compile_
