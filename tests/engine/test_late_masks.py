@@ -255,3 +255,16 @@ def test_slow_masks_of_one_tenant_delay_none_of_others(model, monkeypatch):
     assert not gate.is_set()
     gate.set()
     assert len(serve(engine).text("slow")) <= 4
+
+
+@pytest.mark.parametrize(("last", "waited"), [(0.0, 0.002), (0.004, 0.002), (0.4, 0.1)])
+def test_a_step_waits_for_masks_by_the_time_of_the_last_one(model, monkeypatch, last, waited):
+    """A quarter of it, so that long steps of a large model do not leave out what is nearly there."""
+    waits = list[float]()
+    monkeypatch.setattr(grammar_masks, "wait", lambda futures, seconds, **_: waits.append(seconds))
+    masks: Any = grammar_engine(model)._masks
+    sequence = object()
+    masks._filling = {sequence: Future()}
+    monkeypatch.setattr(masks, "_wait", lambda _: None)
+    masks.begin_step(last)
+    assert masks.late([sequence]) == {sequence} and waits == pytest.approx([waited])

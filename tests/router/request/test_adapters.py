@@ -180,3 +180,16 @@ def test_a_ticket_is_for_one_adapter():
     assert tickets.check(again, b"n" * 16)
     with pytest.raises(InvalidRequestError, match="resume_ticket"):
         tickets.check(replace(again, adapter=NEW), b"n" * 16)
+
+
+def test_a_name_of_a_call_may_be_that_of_a_setting_later():
+    """Then it stays while its model has no workers."""
+    view: Any = SimpleNamespace(workers=workers((("a", OLD),)), wanted={"a": Wanted("d", "1")})
+    loaded = LoadedAdapters(lambda: view.workers, wanted=lambda: view.wanted)
+    assert loaded() == {"a": OLD}
+    view.workers, view.wanted = workers(()), {}
+    assert loaded() == {}
+    view.workers = workers((("a", NEW),))
+    assert loaded() == {"a": NEW}
+    view.workers = []
+    assert loaded() == {"a": ""}

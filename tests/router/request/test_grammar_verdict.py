@@ -22,3 +22,36 @@ def test_a_mask_that_takes_long_is_a_reason_to_refuse(
     monkeypatch.setattr(grammar_verdict, "MASK_SECONDS", 0.0)
     reason = "the tokens that it allows take too long to find"
     assert grammar_verdict.tried(tokenizer, LETTERS) == (reason, "0 s for a token")
+
+
+class Ends:
+    """A matcher that allows token 1 three times, and then nothing."""
+
+    def __init__(self) -> None:
+        self._left = 3
+
+    def compute_bitmask(self) -> bytes:
+        self._left -= 1
+        return bytes([2 if self._left >= 0 else 0])
+
+    def is_error(self) -> bool:
+        return False
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return tokens == [1]
+
+    def get_error(self) -> str:
+        return ""
+
+    def stop_reason(self) -> str:
+        return "NoExtensionBias"
+
+
+def test_what_is_found_only_behind_the_first_token_is_a_reason_too() -> None:
+    assert grammar_verdict._walked(Ends(), LETTERS) == (
+        "it allows no token: no answer ever ends that matches it",
+        "",
+    )

@@ -100,6 +100,11 @@ def test_keywords_mean_the_same_in_every_draft(tokenizer: Any, draft: str) -> No
     assert named(**old) == ("at /properties/a/id" if draft == "draft-04" else "")
 
 
+def test_the_oldest_dialect_of_a_schema_counts(tokenizer: Any) -> None:
+    schema = {"$schema": DRAFTS["draft-07"], "items": {"$schema": DRAFTS["2020-12"]}, "prefixItems": [{}]}
+    assert refusal(tokenizer, schema).startswith("at /prefixItems: ")
+
+
 @pytest.mark.parametrize(
     ("address", "known"),
     [

@@ -221,6 +221,13 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
         ("", "", [("f", "{}"), ("g", "{}")]),
     ),
+    (
+        "llama3_json",
+        "",
+        False,
+        '{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}',
+        ("", "", [("f", "{}"), ("g", "{}")]),
+    ),
 ]
 
 LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
@@ -266,6 +273,7 @@ CUT: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("llama3_json", '{"name": "f", "parameters": {}}; {"x', ("", [("f", "{}")])),
     ("mistral", "Well [TOOL_CALLS]get", ("Well", [])),
     ("mistral", "[TOOL_CALLS]get[ARGS]", ("", [("get", "")])),
+    ("mistral", "[TOOL_CALLS]no [TOOL_CALLS]f[ARGS]", ("[TOOL_CALLS]no", [("f", "")])),
     ("mistral", '[TOOL_CALLS][{"name": "f"', ("", [("f", "")])),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL', ("", [("f", '{"a": 1}')])),
     ("mistral", '[TOOL_CALLS]f{"a": 1} see [TOOL', (" see [TOOL", [("f", '{"a": 1}')])),

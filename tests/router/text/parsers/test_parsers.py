@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request.answer_parts import CallArguments, CallBegin
+from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.text.parsers.base import Reasoning
 from router.text.parsers.registry import (
     REASONING_PARSERS,
@@ -17,6 +17,7 @@ from router.text.parsers.registry import (
     opens_reasoning,
     reasoning_texts,
 )
+from router.text.parsers.stream import MAX_HEAD
 from tests.router.text.parsers.examples import CALL, CALLS, CUT, EXAMPLES, OSS
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read, with_markers
 
@@ -202,3 +203,17 @@ def test_reasoning_that_is_cut_in_its_marker_is_no_answer_of_a_grammar():
         for bound in ({"names": ["f"]}, {"demanded": True}):
             assert read(made("hermes", "think", False, **bound), [text], cut=True) == ("", "", [])
         assert read(made("hermes", "think", False), [text], cut=True) == ("", text, [])
+
+
+def test_a_name_that_is_longer_than_a_head_is_no_call():
+    """Whether it comes whole or in pieces."""
+    text = "[TOOL_CALLS]" + "f" * (MAX_HEAD + 10) + '{"a": 1}'
+    for pieces in ([text], list(text)):
+        assert read(made("mistral", "", False), pieces) == ("", text, [])
+
+
+def test_members_behind_arguments_are_held_up_to_a_bound():
+    parser = made("hermes", "", False)
+    parser.feed(['<tool_call>{"name": "f", "arguments": {}, "x": "'])
+    assert not parser.feed(["y" * (MAX_HEAD // 2)])
+    assert [type(one) for one in parser.feed(["y" * MAX_HEAD])] == [ContentText]
