@@ -399,11 +399,13 @@ def test_other_texts_are_grammars(text):
 
 
 def test_an_end_of_sequence_token_is_no_text(tmp_path):
-    """Where a tokenizer does not call it special, it would be allowed wherever its text is."""
+    """Where a tokenizer does not call it special, and it has no angle brackets, it would be allowed where its text is."""
     raw = json.loads((make_model_text(tmp_path) / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    raw["model"]["vocab"] = {"END" if token == 2 else text: token for text, token in vocab.items()}
     plain = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
-    raw["added_tokens"] = [{"id": 2, "content": "</s>", **plain}]
+    raw["added_tokens"] = [{"id": 2, "content": "END", **plain}]
     tokenizer = make_tokenizer(json.dumps(raw), VOCAB, (2,))
-    matcher = make_matcher(GrammarSpec("choice", '["</s>", "x"]'), tokenizer)
+    matcher = make_matcher(GrammarSpec("choice", '["END", "x"]'), tokenizer)
     allowed = matcher.compute_bitmask()
     assert not allowed[0] >> 2 & 1 and any(allowed)

@@ -35,6 +35,14 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
     ("", "think", False, "No <think>thought</think>", ("", "No <think>thought</think>", [])),
     ("", "think", True, "never ends ", ("never ends ", "", [])),
     ("", "think", False, " <thin", ("", " <thin", [])),
+    ("", "think", False, 65 * " " + "<think>a</think>b", ("", 65 * " " + "<think>a</think>b", [])),
+    (
+        "gpt_oss",
+        "",
+        False,
+        f"<|channel|>{300 * 'a'}<|message|>x",
+        ("", f"<|channel|>{300 * 'a'}<|message|>x", []),
+    ),
     ("llama3_json", "", False, '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
     (
         "llama3_json",
@@ -79,6 +87,8 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("m.g", "{}")]),
     ),
     ("pythonic", "", False, "[f(1)]", ("", "[f(1)]", [])),
+    ("pythonic", "", False, "[f(a=1, a=2)]", ("", "[f(a=1, a=2)]", [])),
+    ("pythonic", "", False, f"[f(a={520 * '1'})]", ("", f"[f(a={520 * '1'})]", [])),
     ("mistral", "", False, '[TOOL_CALLS] [{"a": 1}]', ("", '[TOOL_CALLS] [{"a": 1}]', [])),
     ("mistral", "", False, "[TOOL_CALLS][ 5, 6] x", ("", "[TOOL_CALLS][ 5, 6] x", [])),
     ("mistral", "", False, "[TOOL_CALLS][", ("", "[TOOL_CALLS][", [])),

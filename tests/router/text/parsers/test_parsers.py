@@ -18,6 +18,7 @@ from router.text.parsers.registry import (
     reasoning_texts,
 )
 from router.text.parsers.stream import MAX_HEAD
+from router.text.parsers.tools.pythonic import MAX_CALLS_TEXT
 from tests.router.text.parsers.examples import CALL, CALLS, CUT, EXAMPLES, OSS
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read, with_markers
 
@@ -217,3 +218,9 @@ def test_members_behind_arguments_are_held_up_to_a_bound():
     parser.feed(['<tool_call>{"name": "f", "arguments": {}, "x": "'])
     assert not parser.feed(["y" * (MAX_HEAD // 2)])
     assert [type(one) for one in parser.feed(["y" * MAX_HEAD])] == [ContentText]
+
+
+def test_calls_in_python_are_held_up_to_a_bound():
+    parser = made("pythonic", "", False)
+    assert not parser.feed(["[f(a='" + (MAX_CALLS_TEXT // 2) * "x"])
+    assert {type(one) for one in parser.feed([(MAX_CALLS_TEXT // 2) * "x"])} == {ContentText}
