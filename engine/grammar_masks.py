@@ -228,7 +228,7 @@ class GrammarMasks:
         return future.result()
 
     def filled(self, sequence: Sequence) -> Words:
-        """On the thread. Raises EngineRequestError."""
+        """Fill the mask of a sequence, on a filler's thread. Raises EngineRequestError."""
         try:
             followed = self._followed.get(sequence)
             compiled = self._compiled(sequence) if followed is None else followed.compiled
@@ -267,7 +267,7 @@ class GrammarMasks:
         self._waiting[sequence] = None
 
     def _compiled(self, sequence: Sequence) -> CompiledGrammar:
-        """That of the request: workers compile it before they add the request, so that no step waits for it."""
+        """The request's compiled grammar: workers compile it before they add the request, so that no step waits for it."""
         request = sequence.request
         assert request.grammar is not None, "only sequences with one have masks"
         if request.compiled is not None:

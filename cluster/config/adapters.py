@@ -9,6 +9,7 @@ from pathlib import Path
 MAX_ADAPTERS = 256
 MAX_NAME = 128
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._/:-]{{0,{MAX_NAME - 1}}}\Z")
+NAME_FORM = f"letters, digits and . _ / : -, the first a letter or a digit (at most {MAX_NAME})"  # in errors
 
 
 def is_adapter_name(name: str) -> bool:
@@ -19,9 +20,7 @@ def parse(entry: str) -> tuple[str, Path]:
     """(name, directory) of NAME=DIR. Raises ValueError."""
     name, equals, directory = entry.partition("=")
     if not equals or not directory or not is_adapter_name(name):
-        raise ValueError(
-            f"lora {entry[:200]!r} is not NAME=DIR with a name of letters, digits and . _ / : - (at most {MAX_NAME})"
-        )
+        raise ValueError(f"lora {entry[:200]!r} is not NAME=DIR with a name of {NAME_FORM}")
     return name, Path(directory)
 
 

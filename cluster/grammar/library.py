@@ -147,7 +147,7 @@ def is_mismatch(matcher: LLMatcher) -> bool:
 
 
 class Costs(NamedTuple):
-    """In the library's units, at a matcher's last mask."""
+    """What a matcher has used until its last mask, in the library's units."""
 
     lexer_cost: int  # of the states of the lexer, which copies of one matcher share, and add to
     all_items: int  # of the parser for this answer
@@ -155,7 +155,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(matcher: LLMatcher) -> Costs:
-    """Of a `measurable` matcher. The library tells them in errors alone, so a copy is brought to fail."""
+    """The costs of a `measurable` matcher. The library tells them in errors alone, so a copy is brought to fail."""
     failing = matcher.deep_copy()
     failing.consume_tokens([_NO_TOKEN])
     found = dict(_COST.findall(str(failing.get_error())))

@@ -29,13 +29,13 @@ class Refusal(NamedTuple):
 
 
 def encode(refusals: Mapping[str, Refusal]) -> str | None:
-    """By name; None if there are none."""
+    """The text of refusals, which are given by name; None if there are none."""
     shown = {name: one._asdict() for name, one in [*refusals.items()][-MOST:]}
     return json.dumps(shown) if shown else None
 
 
 def decode(text: str | None) -> dict[str, Refusal]:
-    """What is not understood, as the plain text of earlier versions, is left out."""
+    """The refusals of a text, by name. What is not understood, as the plain text of earlier versions, is left out."""
     try:
         raw: Any = json.loads(text) if text and len(text) <= MAX_TEXT else {}
         return {name: Refusal(**_known(one)) for name, one in raw.items()}

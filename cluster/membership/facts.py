@@ -21,7 +21,7 @@ def place_of(worker: WorkerInfo) -> str:
 
 
 def capacity_of(worker: WorkerInfo) -> float:
-    """In tokens."""
+    """The tokens for which a worker's KV cache has room."""
     return float(worker.blocks_total * worker.page_size)
 
 

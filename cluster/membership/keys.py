@@ -19,7 +19,8 @@ slot_owners = _key("owners")  # hash: slot → worker_id@epoch; a slot that is m
 sequences = _key("sequences")  # hash: slot → sequence number of the next batch of index reports
 facts = _key("facts")  # hash: worker_id@epoch → what placement needs of it, packed (facts.py)
 generation = _key("generation")  # another number whenever a worker comes, goes, drains or is found dead
-# Hash, of adapters that workers are to load: name → directory and tag, ~name → number of its last change (adapters.lua)
+# Hash, of adapters that workers are to load: name → directory, tag and, of one model alone, the names with which its
+# workers register; ~name → number of its last change (adapters.lua)
 adapters = _key("adapters")
 load = _key("load")  # hash: p:… and d:worker_id@epoch → tokens that routers have charged
 router_reports = _key("router_reports")  # hash: router_id → time of writing, and its counts for the live view

@@ -139,7 +139,8 @@ def _last_removed(changes: Mapping[str, Change]) -> dict[str, Change]:
 
 
 class WantedAdapters:
-    """For a router: `wanted` is read every LOOK_SECONDS from `start` on, and stays while Redis does not answer."""
+    """The wanted adapters as a router reads them: `wanted` is read every LOOK_SECONDS from `start` on, and stays while
+    Redis does not answer."""
 
     def __init__(self, redis_url: str, namespace: str):
         self._redis_url = redis_url
@@ -218,7 +219,7 @@ class WantedAdapters:
 
 
 class WantedReader:
-    """For a worker. Blocks."""
+    """The wanted adapters as a worker reads them. Its methods block."""
 
     def __init__(self, redis_url: str, namespace: str):
         self._client = connect(redis_url)

@@ -217,10 +217,11 @@ def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 
 
 class Members:
-    """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
+    """A router's view of the workers, refreshed every REFRESH_SECONDS; the last one is kept while Redis does not answer.
 
     Facts and states are read when the registry's generation is another one, and otherwise only which leases are overdue.
-    Statuses are read with them, and once a second while they are shown. `all` is the same list while nothing changes.
+    Statuses are read with them, and every STATUS_SECONDS while they are shown. `all` is the same list while nothing
+    changes.
 
     If Redis has lost a slot that it had assigned, it was emptied or rolled back: workers that it no longer names stay in
     the view until they have had time to register again.
@@ -270,7 +271,7 @@ class Members:
             await self._read_once()
 
     def show_status(self) -> None:
-        """The statuses are being shown: read them every second for a while."""
+        """The statuses are being shown: read them every STATUS_SECONDS, for SHOWN_SECONDS."""
         self._shown = time.monotonic()
 
     async def refresh_status(self) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Registration:
-    """Registers, renews every 0.5 s, registers again when Redis has lost the registration, leaves at `stop`.
+    """Registers, renews every RENEW_SECONDS, registers again when Redis has lost the registration, leaves at `stop`.
 
     The worker starts and serves without Redis, and registers when Redis answers. While `healthy` is false, the lease is
     not renewed: a worker whose engine hangs counts as dead.

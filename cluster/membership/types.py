@@ -53,8 +53,8 @@ class WorkerInfo:
 
 
 def grouped_by_adapters(workers: Iterable[WorkerInfo]) -> Iterable[list[WorkerInfo]]:
-    """Those of a group have the same adapters. Equal tuples are compared by identity, because registrations share them: a
-    hundred adapters of a thousand workers would be compared a hundred thousand times."""
+    """Group workers by their adapters. Equal tuples are compared by identity, because registrations share them: a hundred
+    adapters of a thousand workers would be compared a hundred thousand times."""
     groups: dict[int, list[WorkerInfo]] = {}
     for worker in workers:
         groups.setdefault(id(worker.adapters), []).append(worker)

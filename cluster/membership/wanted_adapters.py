@@ -51,7 +51,7 @@ def check_path(path: str) -> str:
 
 
 def parse(entries: Mapping[bytes, bytes]) -> dict[str, Wanted]:
-    """By name. What is not understood is left out: one wrong entry must not keep others from being loaded."""
+    """The entries by name. What is not understood is left out: one wrong entry must not keep others from being loaded."""
     found = {}
     for name, entry in sorted(entries.items())[:MAX_ADAPTERS]:
         try:

@@ -34,7 +34,7 @@ class AdapterRunner(Protocol):
 
 
 class NoAdapters:
-    """Of a runner without slots."""
+    """A runner without slots."""
 
     count = 0
 
@@ -52,7 +52,7 @@ class NoAdapters:
 
 
 class LoadedAdapters:
-    """On the engine's thread, except `digests`."""
+    """The loaded adapters and their slots. All methods are called on the engine's thread, except `digests`."""
 
     def __init__(self, runner: AdapterRunner):
         self._runner = runner
@@ -75,7 +75,7 @@ class LoadedAdapters:
         self._runner.begin(directory, below, lane)
 
     def read_digest(self, lane: int = 0) -> str | None:
-        """Of what was read; None while a rank reads. Raises ModelError, UnavailableError."""
+        """The digest of what was read; None while a rank reads. Raises ModelError, UnavailableError."""
         return self._runner.digest(lane)
 
     def drop(self, lane: int = 0) -> None:

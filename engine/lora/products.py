@@ -44,7 +44,7 @@ Product = tuple[Part, ...]  # the outputs of its parts lie side by side
 
 
 def products(config: ModelConfig, layer: int, rank: int, size: int) -> Mapping[str, Product]:
-    """By name; those of experts are left out."""
+    """A layer's products by name; those of experts are left out."""
     c, own = config, RankRows.of(config, rank, size)
     hidden, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     everything = slice(0, hidden)

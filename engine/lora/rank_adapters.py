@@ -22,7 +22,8 @@ from engine.parallel.group import TpGroup
 
 
 class RankAdapters:
-    """On the thread that runs the steps. On the leader the methods tell the other ranks, which `follow`."""
+    """Reads and writes adapters on all ranks, on the thread that runs the steps. On the leader the methods tell the other
+    ranks, which `follow`."""
 
     def __init__(self, share: Share, slots: AdapterSlots | None, group: TpGroup, device: torch.device):
         self._slots, self._group, self._device = slots, group, device
@@ -45,8 +46,9 @@ class RankAdapters:
         self._order(AdapterMessage(Order.READ, 0, str(directory.absolute()), root, lane))
 
     def digest(self, lane: int = 0) -> str | None:
-        """Of the adapter that all ranks have read; None while one of them reads. Raises ModelError if one has not, or if
-        they have read different ones, UnavailableError if one waits for an earlier reading; then nothing of it is kept."""
+        """The digest of the adapter that all ranks have read; None while one reads. Raises ModelError if one has not, or
+        if they have read different ones, UnavailableError if one waits for an earlier reading; then nothing of it is
+        kept."""
         self._tell(AdapterMessage(Order.ANSWER, lane=lane))
         answers = self._answers(lane)
         problem = _problem(answers)

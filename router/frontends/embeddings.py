@@ -95,7 +95,7 @@ async def _tokens(
 
 
 def usage_of(outcomes: Sequence[Outcome]) -> inference_pb2.Usage:
-    """Of all inputs."""
+    """The usage of all inputs."""
     return inference_pb2.Usage(
         prompt_tokens=sum(outcome.usage.prompt_tokens for outcome in outcomes),
         cached_tokens=sum(outcome.usage.cached_tokens for outcome in outcomes),

@@ -31,7 +31,7 @@ def no_adapters() -> Mapping[str, str]:
 
 
 class LoadedAdapters:
-    """Of one model; made once per version of the membership and of the wanted adapters.
+    """The adapters of one model, found once per version of the membership and of the wanted adapters.
 
     No worker has a wanted one while all of its workers restart, or before they have read its files; nor any that its
     workers had, while the model has no workers. Its name stays the model's meanwhile.
@@ -77,9 +77,9 @@ class LoadedAdapters:
 
 
 def digests(workers: Sequence[WorkerInfo]) -> Mapping[str, str]:
-    """By name, sorted. Where workers have different adapters under one name, as while their settings are rolled out, that
-    of both roles goes before that of one, one of decode workers, which may prefill, before one of prefill workers alone,
-    and then that of the most workers; live workers count before all."""
+    """The digests of adapters by their names, sorted. Where workers have different adapters under one name, as while their
+    settings are rolled out, that of both roles goes before that of one, one of decode workers, which may prefill, before
+    one of prefill workers alone, and then that of the most workers; live workers count before all."""
     having: dict[str, dict[str, _Having]] = {}
     for alike in grouped_by_adapters(worker for worker in workers if worker.state == "ready"):
         live = [worker for worker in alike if worker.lease == "live"]

@@ -51,7 +51,8 @@ def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
 
 
 def _line_end(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
-    """Of the grammar within another one: what it ignores may be there before a match, and not at an answer's begin."""
+    """Why a match may begin with a line end, or why that cannot be found; None: it does not. The grammar is tried within
+    another one: what it ignores may be there before a match, and not at an answer's begin."""
     within = f'start: "x" answer\nanswer: %lark {{\n{spec.text}\n}}\n'
     try:
         matcher = make_matcher(GrammarSpec("lark", within), tokenizer)

@@ -171,8 +171,8 @@ class GrammarChecks:
     def _find(
         self, trials: GrammarTrials, specs: list[GrammarSpec], tenant: str, loop: asyncio.AbstractEventLoop
     ) -> Verdicts | None:
-        """In a thread. None: the trial was too short. What is found is remembered even if no request waits for it any
-        more."""
+        """Try grammars, in a thread. None: the trial was too short. What is found is remembered even if no request
+        waits for it any more."""
         left = [spec for spec in specs if (tenant, spec.key) not in self._checked]
         if not left:  # a trial that the tenant's requests had left ended meanwhile
             return {}

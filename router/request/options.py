@@ -95,7 +95,7 @@ class GenerationOptions(RequestModel):
         None, description="drawn by the router where there is none"
     )
     max_tokens: AnswerTokens | None = Field(
-        None, description="of prompt and answer together the context is full"
+        None, description="of an answer; default: as many as the context leaves"
     )
     min_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = None
     stop: Annotated[StopStrings | None, BeforeValidator(_one_or_many, StopText | StopStrings | None)] = None

@@ -80,7 +80,7 @@ def listed(models: Sequence[ServedModel]) -> list[tuple[ServedModel, str, str]]:
 
 
 def _names(models: Sequence[ServedModel]) -> list[tuple[ServedModel, str, str, str]]:
-    """And what hides the name, if anything does."""
+    """Each name as in `listed`, with what hides it; empty: nothing does."""
     taken = dict.fromkeys(models[0].validator.limits.accepted_names, "is the name or an alias of a model")
     found = []
     for one in models:

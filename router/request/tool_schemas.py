@@ -1,4 +1,4 @@
-"""Calls that are demanded of tools whose schemas have no grammar: the schema of a tool that is not strict is a wish."""
+"""Demanded calls of tools whose schemas have no grammar: arguments of a tool that is not strict are then any object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from router.request.grammars import RequestedGrammar, json_spec
 from router.request.served_model import ServedModel
 from router.text.conversation import Conversation, Tool
 
-MAX_REFUSED = 8  # schemas of a request that are refused one after the other; then no wish is kept
+# Refused schemas of a request that are looked for one by one; with more, no tool that is not strict keeps its own
+MAX_REFUSED = 8
 
 
 async def checked_plan(
@@ -30,25 +31,25 @@ async def checked_plan(
         await model.grammars.check(tenant, *plan.checks)
         return plan
 
-    wishes = _wishes(conversation)
+    not_strict = _not_strict(conversation)
     try:
         return await checked(conversation.tools)
     except InvalidRequestError as error:
-        fields = [parameters_field(tool, index) for index, tool in wishes.items()]
-        if error.field not in (CHOICE, *fields) or not wishes:
+        fields = [parameters_field(tool, index) for index, tool in not_strict.items()]
+        if error.field not in (CHOICE, *fields) or not not_strict:
             raise
-    planned(_without(conversation.tools, wishes))  # raises what is not because of a schema
-    refused = await _refused(model, tenant, wishes)
-    if len(refused) < len(wishes):
+    planned(_without(conversation.tools, not_strict))  # raises what is not because of a schema
+    refused = await _refused(model, tenant, not_strict)
+    if len(refused) < len(not_strict):
         try:
             return await checked(_without(conversation.tools, refused))
         except InvalidRequestError as error:
             if error.field != CHOICE:
                 raise
-    return await checked(_without(conversation.tools, wishes))
+    return await checked(_without(conversation.tools, not_strict))
 
 
-def _wishes(conversation: Conversation) -> dict[int, Tool]:
+def _not_strict(conversation: Conversation) -> dict[int, Tool]:
     """Tools by their places, whose schemas are kept only where calls are demanded."""
     if not conversation.must_call:
         return {}
@@ -60,11 +61,11 @@ def _wishes(conversation: Conversation) -> dict[int, Tool]:
     }
 
 
-async def _refused(model: ServedModel, tenant: str, wishes: dict[int, Tool]) -> set[int]:
+async def _refused(model: ServedModel, tenant: str, not_strict: dict[int, Tool]) -> set[int]:
     """The places of those whose schema is refused by itself."""
     refused: set[int] = set()
     left: dict[str, tuple[int, RequestedGrammar]] = {}
-    for index, tool in wishes.items():
+    for index, tool in not_strict.items():
         try:
             field = parameters_field(tool, index)
             left[field] = index, RequestedGrammar(field, json_spec(tool.parameters))
@@ -78,7 +79,7 @@ async def _refused(model: ServedModel, tenant: str, wishes: dict[int, Tool]) -> 
             index, _ = left[error.field]
             refused.add(index)
             left = {field: one for field, one in left.items() if one[0] > index}
-    return set(wishes) if left else refused
+    return set(not_strict) if left else refused
 
 
 def _without(tools: Sequence[Tool], loose: set[int] | dict[int, Tool]) -> list[Tool]:

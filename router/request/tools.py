@@ -20,7 +20,8 @@ from router.text.tokenizer import RESERVED_KWARGS
 MAX_NAME = 128  # characters: as at Anthropic, twice what OpenAI allows
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
 MAX_KWARGS = 16
-MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value
+MAX_KWARG_NAME = 64  # characters
+MAX_KWARG_CHARACTERS = 1024  # of a text
 
 
 def check_name(name: object, field: str) -> str:
@@ -179,8 +180,10 @@ def check_kwargs(values: object, field: str = "chat_template_kwargs") -> dict[st
     if len(values) > MAX_KWARGS:
         raise refuse(field, f"at most {MAX_KWARGS} entries are allowed", MAX_KWARGS)
     for name, value in values.items():
-        if not isinstance(name, str) or len(name) > 64 or not name.isidentifier():
-            raise refuse(field, f"{shown(name)} is not the name of a variable")
+        if not isinstance(name, str) or len(name) > MAX_KWARG_NAME or not name.isidentifier():
+            raise refuse(
+                field, f"{shown(name)} is not the name of a variable, of at most {MAX_KWARG_NAME} characters"
+            )
         if name in RESERVED_KWARGS:
             raise InvalidRequestError(f"{field}: {name} is reserved", field=f"{field}.{name}")
         if not isinstance(value, str | int | float | None):

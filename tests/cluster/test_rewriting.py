@@ -169,3 +169,22 @@ def test_each_part_is_reached_once() -> None:
     schema = {"x": inner, "anyOf": [*reversed(ways), {"$ref": "#"}]}
     found = list(reachable(schema))
     assert len({id(one) for one in found}) == len(found) == 1 + 301 + 301
+
+
+@pytest.mark.parametrize(
+    ("schema", "minimum"),
+    [
+        ({"exclusiveMinimum": 1, "minimum": 1.5}, 1.5),
+        ({"exclusiveMinimum": 2, "minimum": 1.5}, 2.000000001),
+        ({"exclusiveMinimum": 1, "minimum": "2", "maximum": 1.5}, "2"),
+    ],
+)
+def test_of_two_bounds_on_one_side_the_closer_one_stays(schema: Any, minimum: Any) -> None:
+    """And one that is no number, which the library refuses."""
+    assert json.loads(for_library(json.dumps(schema)))["minimum"] == minimum
+
+
+def test_patterns_that_would_become_the_same_name_stay_as_they_are() -> None:
+    blank = next(iter(json.loads(for_library(r'{"patternProperties": {"^\\s$": {}}}'))["patternProperties"]))
+    schema = {"patternProperties": {r"^\s$": {"const": 1}, blank: {"const": 2}}}
+    assert json.loads(for_library(json.dumps(schema))) == schema

@@ -13,7 +13,7 @@ from cluster.grammar.spec import GrammarSpec
 from engine.sampling.grammar import llguidance_backend
 from engine.sampling.grammar.base import all_allowed
 from tests.engine.grammars import EOS, grammar_engine, grammar_request, json_schema, serve
-from tests.harness.model_text import VOCAB
+from tests.harness.model_text import VOCAB, make_model_text
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +105,29 @@ def test_a_limit_of_the_library_within_an_answer_is_no_engines_fault(model):
     )
     with pytest.raises(GrammarDeadEndError, match="items"):
         matcher.accept(encoded(model, '{"a":null,"b":{'))
+
+
+def test_full_states_are_compiled_once_for_all_matchers_that_find_them(model, monkeypatch):
+    """And the new ones take the memory of the grammar alone."""
+    grammar: Any = grammar_engine(model).grammars.get(LONG_STRING, "")
+    compiled, real = list[Any](), grammar._compile
+
+    def compile_again():
+        compiled.append(real())
+        return compiled[-1]
+
+    monkeypatch.setattr(grammar, "_compile", compile_again)
+    full, _ = grammar.start()
+    size, grammar.size_bytes = grammar.size_bytes, 1 << 30
+    starts = [grammar.start(instead_of=full)[0] for _ in range(3)]
+    assert len(compiled) == 1 and all(one is compiled[0] for one in starts)
+    assert grammar.size_bytes == size
+
+
+def test_a_mask_has_no_token_beyond_the_vocabulary(tmp_path):
+    """The library writes 32 bits at a time, and a dead end is a mask of zeros."""
+    make_model_text(tmp_path)
+    vocab = VOCAB + 32
+    words = all_allowed(vocab)
+    llguidance_backend.LlguidanceBackend(tmp_path, vocab, (EOS,)).compile(LONG_STRING).matcher().fill(words)
+    assert words.any() and int(words[-1]) >> 32 == 0

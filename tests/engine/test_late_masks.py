@@ -282,3 +282,16 @@ def test_a_grammar_that_is_slow_now_and_then_delays_no_other(model, monkeypatch,
     assert "slow" in engine._scheduler.requests, "its mask was not waited for until it was given up"
     gate.set()
     serve(engine)
+
+
+@pytest.mark.parametrize(("last", "waited"), [(0.0, 0.002), (0.004, 0.002), (0.4, 0.1)])
+def test_a_step_waits_for_masks_by_the_time_of_the_last_one(model, monkeypatch, last, waited):
+    """A quarter of it, so that long steps of a large model do not leave out what is nearly there."""
+    waits = list[float]()
+    monkeypatch.setattr(grammar_masks, "wait", lambda futures, seconds, **_: waits.append(seconds))
+    masks: Any = grammar_engine(model)._masks
+    sequence = object()
+    masks._filling = {sequence: Future()}
+    monkeypatch.setattr(masks, "_wait", lambda _: None)
+    masks.begin_step(last)
+    assert masks.late([sequence]) == {sequence} and waits == pytest.approx([waited])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from cluster.config.worker import EngineConfig
 from cluster.errors import CancelledError, ModelError
 from engine.lora.adapter_config import AdapterConfig
-from engine.lora.adapter_files import Adapter, Share, read_adapter
+from engine.lora.adapter_files import Adapter, Share, _Digest, read_adapter
 from engine.model.config import ModelConfig
 from tests.harness.adapters import make_adapter
 
@@ -81,6 +81,7 @@ def _rename(tensors, to):
 
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+OTHER = NAME.replace("_A", "_B")
 TENSORS = [
     (lambda t: t.pop(NAME), "other half"),
     (lambda t: _rename(t, "base_model.model.lm_head.lora_A.weight"), "lm_head"),
@@ -94,6 +95,10 @@ TENSORS = [
     (
         lambda t: t.update({NAME.replace("model.layers", "model.language_model.layers"): t[NAME] + 1}),
         "same module",
+    ),
+    (
+        lambda t: t.update({OTHER.replace("model.layers", "model.language_model.layers"): t.pop(OTHER)}),
+        "its other half is of",
     ),
     (lambda t: t.clear(), "no tensors"),
 ]
@@ -149,7 +154,19 @@ def test_the_digest_is_of_weights_and_configuration(model, tmp_path):
     digest = read(first, model).digest
     assert digest == read(Path(shutil.copytree(first, tmp_path / "b")), model).digest
     assert digest != read(make_adapter(tmp_path / "c", model, seed=2), model).digest
-    assert digest != read(make_adapter(tmp_path / "d", model, seed=1, lora_alpha=9), model).digest
+    changed = Path(shutil.copytree(first, tmp_path / "d")) / "adapter_config.json"
+    changed.write_text(json.dumps(json.loads(changed.read_text()) | {"lora_alpha": 9}))
+    assert digest != read(changed.parent, model).digest, "the weights are the same"
+
+
+def test_a_digest_tells_where_the_configuration_ends():
+    def digest(*contents):
+        made = _Digest()
+        for one in contents:
+            made.add_whole(one)
+        return made.text
+
+    assert len({digest(b"ab", b"c"), digest(b"a", b"bc"), digest(b"abc")}) == 3
 
 
 def test_scaling_by_rank_its_root_and_patterns():

@@ -106,8 +106,8 @@ class _Start:
 
 
 class LlguidanceMatcher:
-    """Where the states that the grammar's matchers share have failed, it goes on in others: what follows is a function of
-    the grammar and the answer so far."""
+    """Follows one answer. Where the states that the grammar's matchers share have failed, it goes on in others: what
+    follows is a function of the grammar and the answer so far."""
 
     def __init__(self, grammar: LlguidanceGrammar, mask_bytes: int):
         self._grammar = grammar
@@ -223,8 +223,8 @@ def _not_followed(reason: str) -> GrammarDeadEndError:
 
 
 class LlguidanceGrammar:
-    """Its matchers share the lexer's states, and add to them: `size_bytes` grows with what it is used for. In a string of
-    a greatest length each position has about a dozen states."""
+    """A compiled grammar. Its matchers share the lexer's states, and add to them: `size_bytes` grows with what it is used
+    for. In a string of a greatest length each position has about a dozen states."""
 
     def __init__(self, compile_: Callable[[], LLMatcher], mask_bytes: int, size_bytes: int, probe: int):
         """`probe`: any token but an end-of-sequence token."""

@@ -30,7 +30,7 @@ from wire import inference_pb2 as pb
 # Code of all endpoints names fields as HTTP's chats do, where those of a tool are below `function`.
 _PARTS = (
     (re.compile(r"^chat_template_kwargs(?=[.:]|$)"), "chat.template_kwargs"),
-    (re.compile(r"^(?=(?:messages|tools|tool_choice)(?:[.\[:]|$))"), "chat."),
+    (re.compile(r"^(?=(?:messages|tools|tool_choice|continue_final_message)(?:[.\[:]|$))"), "chat."),
     (re.compile(r"^(chat\.(?:\w+\[\d+\]\.)*?(?:tools|tool_calls)\[\d+\])\.function(?=[.:]|$)"), r"\1"),
     (re.compile(r"^(chat\.messages\[\d+\])\.reasoning_content(?=[.:]|$)"), r"\1.reasoning"),
 )
@@ -110,7 +110,7 @@ def _message(message: pb.ChatMessage, field: str, texts: JsonTexts) -> dict[str,
 
 
 def _effort(given: str) -> str | None:
-    """Of a fixed set: a template may write it beside its own special tokens."""
+    """The reasoning effort, of a fixed set: a template may write it beside its own special tokens."""
     if given and given not in REASONING_EFFORTS:
         raise refuse("chat.reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
     return template_effort(given or None)

@@ -13,7 +13,7 @@ import redis
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.config.adapters import MAX_NAME, is_adapter_name
+from cluster.config.adapters import MAX_NAME, NAME_FORM, is_adapter_name
 from cluster.errors import (
     AdapterRefusedError,
     CancelledError,
@@ -50,10 +50,7 @@ class AdapterCalls:
         body = await _read(request, ("lora_name", "lora_path"), ("model",))
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
-            raise InvalidRequestError(
-                f"lora_name: a letter or digit, then letters, digits and . _ / : - (at most {MAX_NAME})",
-                field="lora_name",
-            )
+            raise InvalidRequestError(f"lora_name: {NAME_FORM}", field="lora_name")
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
         await gateway.services.members.refresh_status()
@@ -91,7 +88,8 @@ class AdapterCalls:
                 )
 
     async def _take_back(self, name: str, wanted: Wanted) -> None:
-        """Else calls for the name would be refused, and workers try again. A later entry of the same name stays."""
+        """Remove an entry: else calls for the name would be refused, and workers would try again. A later entry of the
+        same name stays."""
         try:
             await self._gateway.services.wanted_adapters.remove(name, wanted)
         except (redis.RedisError, OSError):

@@ -267,3 +267,16 @@ def test_kv_groups_without_the_adapter_are_named_while_another_one_has_it() -> N
     assert without.kv_groups(OLD) == set()
     view[0] = [replace(old, state="draining"), new]
     assert without.kv_groups(OLD) == set(), "none has it"
+
+
+def test_a_name_of_a_call_may_be_that_of_a_setting_later():
+    """Then it stays while its model has no workers."""
+    view: Any = SimpleNamespace(workers=workers((("a", OLD),)), wanted={"a": Wanted("d", "1")})
+    loaded = LoadedAdapters(lambda: view.workers, wanted=lambda: view.wanted)
+    assert loaded() == {"a": OLD}
+    view.workers, view.wanted = workers(()), {}
+    assert loaded() == {}
+    view.workers = workers((("a", NEW),))
+    assert loaded() == {"a": NEW}
+    view.workers = []
+    assert loaded() == {"a": ""}

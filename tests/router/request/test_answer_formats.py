@@ -8,6 +8,7 @@ import pytest
 
 from router.request.answer_formats import ModelFormats
 from router.request.answer_parts import CallBegin, ContentText, ReasoningText
+from router.request.grammars import ANY_OBJECT
 from router.text.conversation import Conversation, Tool
 
 TOOL = Tool("f", None, {}, strict=False)
@@ -34,3 +35,19 @@ def test_calls_are_read_only_in_answers_to_requests_with_tools(conversation: Con
     both = ModelFormats("hermes", "think", {}, {})
     assert kinds(both, conversation) == {ReasoningText, ContentText}
     assert CallBegin in kinds(both, asked([TOOL]))
+
+
+def test_a_named_function_is_called_once() -> None:
+    formats = ModelFormats("hermes", "", {}, {})
+    once = formats.tool_grammar(asked([TOOL], tool_choice="required", parallel_tool_calls=False), "", None)
+    assert formats.tool_grammar(asked([TOOL], tool_name="f"), "", None) == once
+    assert formats.tool_grammar(asked([TOOL], tool_choice="required"), "", None) != once
+
+
+def test_an_answer_that_continues_a_message_of_gpt_oss_has_no_calls() -> None:
+    formats = ModelFormats("gpt_oss", "gpt_oss", {}, {})
+    demanded, begun = asked([TOOL], tool_choice="required"), "<|channel|>final<|message|>It is"
+    with pytest.raises(ValueError, match="continues a message"):
+        formats.tool_grammar(demanded, begun, None)
+    assert "to=functions" in formats.tool_grammar(demanded, "<|start|>assistant", None).text
+    assert "to=functions" not in formats.tool_grammar(asked([TOOL]), begun, ANY_OBJECT).text

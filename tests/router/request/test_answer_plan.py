@@ -64,6 +64,7 @@ def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
     both = planned(ASKED, tools=[LOOSE, STRICT], **fields)
     assert both.grammar == RequestedGrammar(name, CALLS if fields else CALLS_OR_ANSWER)
     assert [one.field for one in both.checks] == ["response_format", *names, name]
+    assert both.format is (FORMAT if fields else CONSTRAINED)
     with pytest.raises(UnsupportedFieldError, match="its tokenizer") as caught:
         planned(refusal="its tokenizer", tools=[LOOSE, STRICT], **fields)
     assert caught.value.field == name

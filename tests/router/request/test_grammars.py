@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_matcher, make_tokenizer
-from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, grammar_from_wire
+from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, Kind, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
 from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec, lark_spec
@@ -137,6 +137,13 @@ async def test_a_text_that_needs_an_escape_by_number_is_refused(checks):
 async def test_schemas_have_a_depth(checks):
     await checks.check("", RequestedGrammar("guided_json", json_spec(nested(32))))
     assert "more than 32 levels" in await refusal(checks, nested(33))
+
+
+def test_grammars_of_one_text_and_two_kinds_are_two():
+    """Verdicts and compiled grammars are found by the key."""
+    kinds: list[Kind] = ["json_schema", "regex", "choice", "lark"]
+    assert len({GrammarSpec(kind, "[1]").key for kind in kinds}) == 4
+    assert GrammarSpec("lark", "a", bare=True).key == GrammarSpec("lark", "a").key
 
 
 def test_grammars_have_a_size():
@@ -391,3 +398,16 @@ def test_a_grammar_in_larks_syntax_sets_no_options_of_the_library(text, reason):
 )
 def test_other_texts_are_grammars(text):
     assert lark_spec(text) == GrammarSpec("lark", text)
+
+
+def test_an_end_of_sequence_token_is_no_text(tmp_path):
+    """Where a tokenizer does not call it special, and it has no angle brackets, it would be allowed where its text is."""
+    raw = json.loads((make_model_text(tmp_path) / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    raw["model"]["vocab"] = {"END" if token == 2 else text: token for text, token in vocab.items()}
+    plain = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    raw["added_tokens"] = [{"id": 2, "content": "END", **plain}]
+    tokenizer = make_tokenizer(json.dumps(raw), VOCAB, (2,))
+    matcher = make_matcher(GrammarSpec("choice", '["END", "x"]'), tokenizer)
+    allowed = matcher.compute_bitmask()
+    assert not allowed[0] >> 2 & 1 and any(allowed)

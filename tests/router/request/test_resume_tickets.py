@@ -110,6 +110,7 @@ def test_it_is_for_one_way_of_parsing():
         format_of("pythonic", "think", opened=False, special={}),
         format_of("hermes", "", opened=False, special={}),
         format_of("hermes", "think", opened=True, special={}),
+        format_of("hermes", "think", opened=False, special={}, names=["f"]),
         FirstCall(parsed),
         None,
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec
+from router.request import schema_walk
 from router.request.grammar_verdict import tried
 from tests.harness.schemas import schema_of
 
@@ -100,6 +101,11 @@ def test_keywords_mean_the_same_in_every_draft(tokenizer: Any, draft: str) -> No
     assert named(**old) == ("at /properties/a/id" if draft == "draft-04" else "")
 
 
+def test_the_oldest_dialect_of_a_schema_counts(tokenizer: Any) -> None:
+    schema = {"$schema": DRAFTS["draft-07"], "items": {"$schema": DRAFTS["2020-12"]}, "prefixItems": [{}]}
+    assert refusal(tokenizer, schema).startswith("at /prefixItems: ")
+
+
 @pytest.mark.parametrize(
     ("address", "known"),
     [
@@ -180,3 +186,22 @@ def test_schemas_of_common_libraries_are_supported(tokenizer: Any) -> None:
     described = zod | {"$id": "https://x/y.json"}
     for schema in (pydantic, zod, zod_4, described, *map(schema_of, range(100))):
         assert not refusal(tokenizer, schema)
+
+
+def test_the_search_for_a_keyword_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[GrammarSpec] = []
+
+    def compiles(spec: GrammarSpec) -> str:
+        compiled.append(spec)
+        return "bad"
+
+    schema = {"properties": {"a": {"items": {"type": "string"}}}}
+    assert schema_walk.why_not(schema, compiles) is not None and len(compiled) > 2
+    compiled.clear()
+    monkeypatch.setattr(schema_walk, "SEARCH_SECONDS", -1.0)
+    assert schema_walk.why_not(schema, compiles) is not None and len(compiled) == 1
+
+
+def test_a_long_place_is_shown_by_its_end(tokenizer: Any) -> None:
+    found = refusal(tokenizer, {"properties": {300 * "a": {"properties": {"b": {"not": {}}}}}})
+    assert found.startswith("at …aaa") and "aaa/properties/b/not: " in found and found.index(": ") < 210

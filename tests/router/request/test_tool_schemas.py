@@ -71,7 +71,7 @@ async def test_a_schema_that_is_too_long_is_any_object_too():
     assert "xx" not in text and '"good"' in text
 
 
-async def test_where_the_whole_has_no_grammar_no_wish_is_kept():
+async def test_where_the_whole_has_no_grammar_no_schema_is_kept():
     large = {**GOOD, "title": "x" * 900}
     text = await planned(Checks(most=2000), *(tool(f"f{i}", large) for i in range(3)))
     assert "good" not in text and text.count("%json") == 3

@@ -19,7 +19,7 @@ from router.request.json_scan import SCAN_BYTES, JsonScan
 from router.request.json_text import INVALID_JSON, JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
-from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS, MAX_NAME
+from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARG_NAME, MAX_KWARGS, MAX_NAME, check_size
 from wire import inference_pb2 as pb
 
 CONFIG = RouterConfig(model=Path("/models/m"), max_tools=2, max_tool_bytes=400, max_json_depth=8)
@@ -147,6 +147,7 @@ def test_http_and_grpc_read_the_same():
         ({"chat_template_kwargs": {"a": "x" * (MAX_KWARG_CHARACTERS + 1)}}, "chat_template_kwargs.a"),
         ({"chat_template_kwargs": {f"a{i}": 1 for i in range(MAX_KWARGS + 1)}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a" * (MAX_KWARG_NAME + 1): 1}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages[0].tool_call_id"),
         ({"messages": [{**MESSAGES[1], "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
@@ -215,6 +216,13 @@ def test_the_arguments_of_all_calls_have_no_more_elements_than_a_body():
     with pytest.raises(InvalidRequestError, match="max_json_elements") as caught:
         read_items([{**item, "call_id": f"c{index}"} for index in range(3)], None, limits)
     assert caught.value.field.startswith("input[2]")
+
+
+def test_tools_have_as_many_bytes_as_they_may():
+    whole = [{"a": "x" * 192}, {"a": "x" * 192}]  # 200 bytes each
+    check_size(whole, LIMITS)
+    with pytest.raises(InvalidRequestError, match="more than 400 bytes"):
+        check_size([*whole[:1], {"a": "x" * 193}], LIMITS)
 
 
 def test_deep_schemas_are_refused():

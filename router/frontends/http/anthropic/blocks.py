@@ -138,7 +138,9 @@ class _Reader:
         self._unanswered: dict[str, str] = {}  # the places of calls without a result
 
     def system(self, content: str | Sequence[object], name: str) -> None:
-        self._add("system", BETWEEN.join(self._texts(content, name)))
+        message = self._turn("system")
+        for text in self._texts(content, name):
+            _append(message, "content", text)
 
     def user(self, content: str | Sequence[object], name: str) -> None:
         if not content:

@@ -34,7 +34,7 @@ from router.request.served_model import ServedModel
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
 # What errors of a conversation and of its options call by a chat's names
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"stop": "stop_sequences", "continue_final_message": "messages"}
 _PARTS = [
     (re.compile(r"tools\[(\d+)\]\.function\.parameters"), r"tools.\1.input_schema"),
     (re.compile(r"tools\[(\d+)\](?:\.function)?"), r"tools.\1"),

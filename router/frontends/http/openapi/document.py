@@ -310,6 +310,7 @@ def _post(
     further: dict[str, Schema],
     *more: int,
 ) -> dict[str, Any]:
+    """`fields` are needed, `further` ones not; `more`: statuses beside those of other calls."""
     made = _get(name, summary, schema, keys, 403, *_GENERATE, *more)
     properties = fields | further
     body = {"type": "object", "properties": properties, "required": [*fields], "additionalProperties": False}

@@ -27,7 +27,8 @@ from router.text.conversation import Conversation
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 _PARTS = [
-    (re.compile(r"(tools\[\d+\])\.function\."), r"\1."),  # a function is no object within its tool here
+    # A function is no object within its tool here
+    (re.compile(r"(tools\[\d+\])\.function\."), r"\1."),
     # The number would be that of the chat's message, which is another than the item's
     (re.compile(r"messages\[\d+\][\w.\[\]]*"), "input"),
 ]

@@ -131,7 +131,7 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
 
 
 def _code(error: BatonError) -> str:
-    """Of those that clients know."""
+    """The error's code, one of those that clients know."""
     if isinstance(error, OverloadedError):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"

@@ -25,6 +25,7 @@ from wire import inference_pb2 as pb
         ("tools", "chat.tools"),
         ("tools[3].function.parameters", "chat.tools[3].parameters"),
         ("tool_choice", "chat.tool_choice"),
+        ("continue_final_message", "chat.continue_final_message"),
         ("chat_template_kwargs.a", "chat.template_kwargs.a"),
         ("chat.tools[0].name", "chat.tools[0].name"),
         ("chat", "chat"),

@@ -35,6 +35,14 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
     ("", "think", False, "No <think>thought</think>", ("", "No <think>thought</think>", [])),
     ("", "think", True, "never ends ", ("never ends ", "", [])),
     ("", "think", False, " <thin", ("", " <thin", [])),
+    ("", "think", False, 65 * " " + "<think>a</think>b", ("", 65 * " " + "<think>a</think>b", [])),
+    (
+        "gpt_oss",
+        "",
+        False,
+        f"<|channel|>{300 * 'a'}<|message|>x",
+        ("", f"<|channel|>{300 * 'a'}<|message|>x", []),
+    ),
     ("llama3_json", "", False, '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
     (
         "llama3_json",
@@ -79,6 +87,8 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("m.g", "{}")]),
     ),
     ("pythonic", "", False, "[f(1)]", ("", "[f(1)]", [])),
+    ("pythonic", "", False, "[f(a=1, a=2)]", ("", "[f(a=1, a=2)]", [])),
+    ("pythonic", "", False, f"[f(a={520 * '1'})]", ("", f"[f(a={520 * '1'})]", [])),
     ("mistral", "", False, '[TOOL_CALLS] [{"a": 1}]', ("", '[TOOL_CALLS] [{"a": 1}]', [])),
     ("mistral", "", False, "[TOOL_CALLS][ 5, 6] x", ("", "[TOOL_CALLS][ 5, 6] x", [])),
     ("mistral", "", False, "[TOOL_CALLS][", ("", "[TOOL_CALLS][", [])),
@@ -236,6 +246,13 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
         ("", "", [("f", "{}"), ("g", "{}")]),
     ),
+    (
+        "llama3_json",
+        "",
+        False,
+        '{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}',
+        ("", "", [("f", "{}"), ("g", "{}")]),
+    ),
 ]
 
 LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
@@ -281,6 +298,7 @@ CUT: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("llama3_json", '{"name": "f", "parameters": {}}; {"x', ("", [("f", "{}")])),
     ("mistral", "Well [TOOL_CALLS]get", ("Well", [])),
     ("mistral", "[TOOL_CALLS]get[ARGS]", ("", [("get", "")])),
+    ("mistral", "[TOOL_CALLS]no [TOOL_CALLS]f[ARGS]", ("[TOOL_CALLS]no", [("f", "")])),
     ("mistral", '[TOOL_CALLS][{"name": "f"', ("", [("f", "")])),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL', ("", [("f", '{"a": 1}')])),
     ("mistral", '[TOOL_CALLS]f{"a": 1} see [TOOL', (" see [TOOL", [("f", '{"a": 1}')])),

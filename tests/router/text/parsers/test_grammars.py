@@ -365,3 +365,24 @@ def test_an_answer_that_looks_like_a_call_of_another_function_is_content():
         assert read_parts(parsed.parser(), list(text)) == ([("weather", '{"a": 1}')], "")
     source = format_of("llama3_json", "", opened=False, special={}, names=["weather"])
     assert read_parts(source.parser(), VALID["llama3_json"][0])[0] == [("weather", '{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [GrammarSpec("lark", 'start: "yes"'), GrammarSpec.of_choices(["yes", CALL])],
+    ids=["lark", "choice"],
+)
+def test_no_answer_is_refused_where_calls_begin_with_a_token(matched, answer):
+    """A text has none: also one that looks like a call is told from calls."""
+    tools = [Tool("weather", None, WEATHER, strict=True)]
+
+    def made():
+        return tool_grammar(
+            "hermes", tools, must_call=False, parallel=False, reasoning=None, marker=matched.marker, answer=answer
+        )  # fmt: skip
+
+    if matched.id_of("<tool_call>") is None:
+        with pytest.raises(ValueError, match="call"):
+            made()
+    else:
+        assert matched.accepts(made(), "yes") and matched.accepts(made(), CALL)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request.answer_parts import CallArguments, CallBegin, is_called
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, is_called
 from router.text.parsers.base import Reasoning
 from router.text.parsers.registry import (
     REASONING_PARSERS,
@@ -19,6 +19,8 @@ from router.text.parsers.registry import (
     opens_reasoning,
     reasoning_texts,
 )
+from router.text.parsers.stream import MAX_HEAD
+from router.text.parsers.tools.pythonic import MAX_CALLS_TEXT
 from tests.router.text.parsers.examples import CALL, CALLS, CUT, EXAMPLES, OSS
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read, with_markers
 
@@ -131,7 +133,7 @@ def test_arguments_come_as_they_are_written():
     parser = made("hermes", "", False)
     parser.feed(['<tool_call>{"name": "f", "arguments": {"a": '])
     assert parser.feed(["[1,"]) == [CallArguments(0, "[1,")]
-    assert json.loads('{"a": [1,2]}') == {"a": [1, 2]}
+    assert parser.feed(["2]} }"]) == [CallArguments(0, "2]}")]
 
 
 @pytest.mark.parametrize(
@@ -229,3 +231,23 @@ def test_reasoning_that_is_cut_in_its_marker_is_no_answer_of_a_grammar():
         for bound in ({"names": ["f"]}, {"demanded": True}):
             assert read(made("hermes", "think", False, **bound), [text], cut=True) == ("", "", [])
         assert read(made("hermes", "think", False), [text], cut=True) == ("", text, [])
+
+
+def test_a_name_that_is_longer_than_a_head_is_no_call():
+    """Whether it comes whole or in pieces."""
+    text = "[TOOL_CALLS]" + "f" * (MAX_HEAD + 10) + '{"a": 1}'
+    for pieces in ([text], list(text)):
+        assert read(made("mistral", "", False), pieces) == ("", text, [])
+
+
+def test_members_behind_arguments_are_held_up_to_a_bound():
+    parser = made("hermes", "", False)
+    parser.feed(['<tool_call>{"name": "f", "arguments": {}, "x": "'])
+    assert not parser.feed(["y" * (MAX_HEAD // 2)])
+    assert [type(one) for one in parser.feed(["y" * MAX_HEAD])] == [ContentText]
+
+
+def test_calls_in_python_are_held_up_to_a_bound():
+    parser = made("pythonic", "", False)
+    assert not parser.feed(["[f(a='" + (MAX_CALLS_TEXT // 2) * "x"])
+    assert {type(one) for one in parser.feed([(MAX_CALLS_TEXT // 2) * "x"])} == {ContentText}

@@ -199,3 +199,13 @@ def test_calls_of_namespaces_come_back():
     assert called["tool_calls"][0]["function"]["name"] == "browser.search"
     with pytest.raises(InvalidRequestError, match="printable characters"):
         read_messages([assistant(use("a", "")), user(result("a"))], None, LIMITS)
+
+
+def test_empty_texts_before_others_leave_no_line_ends():
+    """Agents begin turns with them; between others they are empty lines."""
+    made = read_messages(
+        [user(text(""), text("a"), text(""), text("b")), assistant(text(""), text("c"))],
+        [text(""), text("s")],
+        LIMITS,
+    )
+    assert [one["content"] for one in made] == ["s", "a\n\nb", "c"]

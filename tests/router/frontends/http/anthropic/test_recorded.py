@@ -261,3 +261,13 @@ def test_a_refusal_before_the_endpoint_has_this_form():
         assert body["request_id"] == answer.headers["request-id"]
     assert "x-should-retry" in answer.headers
     assert "type" not in json.loads(bytes(error_response(error, "/v1/messagesx").body))
+
+
+def test_a_request_that_just_fits_ends_by_its_own_limit(scripted, client):
+    scripted.script([], "length")
+    counted = client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"]}).json()
+    room = scripted.first.validator.limits.max_model_len - counted["input_tokens"]
+    for most, reason in ((room, "max_tokens"), (room + 1, "model_context_window_exceeded")):
+        answer = client.post("/v1/messages", json={**ASK, "max_tokens": most})
+        assert answer.json()["stop_reason"] == reason
+        assert scripted.accepted[-1].sampling.max_tokens == room

@@ -59,6 +59,17 @@ def reasoning(text: str, **more: Any) -> dict[str, Any]:
             [assistant("a")],
         ),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
+        # An output ends the turn: what is called by it is another one
+        (
+            [user("hi"), CALL, OUTPUT, {**CALL, "call_id": "c2"}, {**OUTPUT, "call_id": "c2"}],
+            [
+                user("hi"),
+                assistant("", tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "12"},
+                assistant("", tool_calls=[{**CHAT_CALL, "id": "c2"}]),
+                {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "12"},
+            ],
+        ),
         # One turn of the assistant is one message
         (
             [reasoning("r"), {"role": "assistant", "content": "a"}, CALL, {**CALL, "call_id": "c2"}, OUTPUT],
