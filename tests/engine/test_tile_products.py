@@ -56,14 +56,14 @@ def test_nothing_is_read_or_written_beyond_the_rows(rows):
     made, _ = linear(64, 75)
     x, _x_memory = guarded((rows, 64), True)
     out, _out_memory = guarded((rows, 75), False)
-    made._run(*made._job(rows, x.data_ptr(), out.data_ptr()))
+    made.team.run(*made._job(rows, x.data_ptr(), out.data_ptr()))
     assert torch.equal(out, made(x.clone()))
 
 
 def test_columns_beyond_the_matrix_are_not_written():
     made, matrix = linear(64, 75)
     x, out = numbers(40, 64, seed=2), torch.full((42, 75), 7.0, dtype=torch.bfloat16)
-    made._run(*made._job(40, x.data_ptr(), out[1:].data_ptr()))
+    made.team.run(*made._job(40, x.data_ptr(), out[1:].data_ptr()))
     exact = torch.cat([x, torch.ones(40, 1)], 1).double() @ matrix.T
     torch.testing.assert_close(out[1:41].double(), exact, atol=4e-2, rtol=8e-3)
     assert (out[0] == 7).all() and (out[41] == 7).all()

@@ -343,8 +343,8 @@ async def test_a_load_ends_once_another_call_has_unloaded_its_adapter(text, late
     cluster = Cluster(text)
     add, after = cluster.add, {} if later is None else {"a": later}
 
-    async def added_and_unloaded(*entry: Any) -> Wanted:
-        added = await add(*entry)
+    async def added_and_unloaded(name: str, path: str, serving: Sequence[str] = ()) -> Wanted:
+        added = await add(name, path, serving)
         cluster.entries = {**after}
         cluster.follow()
         return added

@@ -145,10 +145,9 @@ def test_log_probabilities_belong_to_content():
 
 def test_a_call_that_a_stop_string_cut_is_incomplete():
     """A client would carry it out."""
-    for parts, status in (
-        ([CallBegin(0, "c0", "f"), CallArguments(0, '{"x":')], "incomplete"),
-        ([CallBegin(0, "c0", "f"), CallArguments(0, "{}"), ContentText("b")], "completed"),
-    ):
+    cut: list[Part] = [CallBegin(0, "c0", "f"), CallArguments(0, '{"x":')]
+    whole: list[Part] = [CallBegin(0, "c0", "f"), CallArguments(0, "{}"), ContentText("b")]
+    for parts, status in ((cut, "incomplete"), (whole, "completed")):
         items = OutputItems(LISTS)
         items.add(parts)
         items.end(whole=True, stopped=True)
