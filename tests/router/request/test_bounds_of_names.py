@@ -67,14 +67,14 @@ def test_a_schemas_depth_is_named():
 
 
 def test_names_of_tools_in_messages_are_names(limits):
-    use = {"type": "tool_use", "id": "i", "name": "f" * 129, "input": {}}
+    use = {"type": "tool_use", "id": "i", "name": "f" * 1025, "input": {}}
     with pytest.raises(InvalidRequestError) as caught:
         read_blocks([{"role": "user", "content": "x"}, {"role": "assistant", "content": [use]}], None, limits)
     assert caught.value.field == "messages.1.content.0.name"
-    tool = {"role": "tool", "content": "x", "tool_call_id": "i", "name": "f" * 129}
+    tool = {"role": "tool", "content": "x", "tool_call_id": "i", "name": "f" * 1025}
     with pytest.raises(InvalidRequestError, match="name"):
         read_messages([tool], limits)
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="tool", tool_call_id="i", name="f" * 129)])
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="tool", tool_call_id="i", name="f" * 1025)])
     with pytest.raises(InvalidRequestError, match="name"):
         read_conversation(chat, limits)
 
