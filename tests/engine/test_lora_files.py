@@ -42,6 +42,7 @@ CONFIGS = [
     ({"lora_alpha": math.nan}, "lora_alpha"),
     ({"lora_alpha": 10**400}, "lora_alpha"),
     ({"rank_pattern": {"(a+)+": 2}}, "rank_pattern"),
+    ({"rank_pattern": {f"n{i}": 2 for i in range(4097)}}, "rank_pattern"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
 ]
 

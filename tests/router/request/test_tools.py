@@ -281,3 +281,12 @@ def test_long_texts_are_measured_in_pieces(monkeypatch):
     with pytest.raises(InvalidRequestError, match="nested deeper"):
         texts.object("[" * 40 + 5 * SCAN_BYTES * " ", "arguments")
     assert len(lengths) == 1
+
+
+def test_a_message_names_a_tool_or_a_choice():
+    chat = pb.ChatMessages(
+        messages=[pb.ChatMessage(role="user")], tools=[pb.Tool(name="f")], tool_choice="auto", tool_name="f"
+    )
+    with pytest.raises(InvalidRequestError) as caught:
+        read_conversation(chat, LIMITS)
+    assert caught.value.field == "chat.tool_name"

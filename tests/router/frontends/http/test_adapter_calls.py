@@ -377,3 +377,12 @@ def test_the_document_has_the_status_of_each_refusal(text):
         stated = paths[path]["post"]["responses"].keys()
         assert {str(one.http_status) for one in errors} <= stated
         assert ("409" in stated) == (AdapterRefusedError in errors)
+
+
+async def test_a_load_of_different_files_is_no_success(text, monkeypatch):
+    def differ(calls, model, name):
+        raise UnavailableError("2 different adapters", field="lora_path")
+
+    monkeypatch.setattr(AdapterCalls, "_check_one_digest", differ)
+    with pytest.raises(UnavailableError, match="2 different"):
+        await Cluster(text).call("load", lora_name="a", lora_path="p", model="tiny")

@@ -19,6 +19,7 @@ from cluster.errors import (
 )
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest, ThinkingParam
 from router.frontends.http.errors import error_response
+from router.frontends.http.requests import read_request
 from router.request.answer_parts import ContentText
 from tests.router.frontends.http.anthropic.events import ASK, events_of
 from tests.router.frontends.http.anthropic.record import RECORDED, WEATHER
@@ -271,3 +272,15 @@ def test_a_request_that_just_fits_ends_by_its_own_limit(scripted, client):
         answer = client.post("/v1/messages", json={**ASK, "max_tokens": most})
         assert answer.json()["stop_reason"] == reason
         assert scripted.accepted[-1].sampling.max_tokens == room
+
+
+def test_options_of_a_conversation_are_those_of_a_chat(scripted):
+    limits = scripted.first.validator.limits
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = {**ASK, "tools": [WEATHER], "tool_choice": choice, "output_config": {"effort": "max"}}
+    made = read_request(MessagesRequest, body, limits).conversation(limits)
+    assert not made.parallel_tool_calls and made.reasoning_effort == "xhigh"
+    plain = read_request(MessagesRequest, {**ASK, "output_config": {"effort": "low"}}, limits).conversation(
+        limits
+    )
+    assert plain.parallel_tool_calls and plain.reasoning_effort == "low"

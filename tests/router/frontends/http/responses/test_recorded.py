@@ -169,6 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "must be one of"),
     ({"input": "a", "include": ["file"]}, "include[0]", "'file'"),
+    ({"input": "a", "include": ["reasoning.encrypted_content"] * 33}, "include", "at most 32"),
     ({"input": "a", "metadata": {"a": 1}}, "metadata", "must be strings"),
     ({"input": "a", "metadata": {"a": "x" * 513}}, "metadata", "512"),
     ({"input": "a", "metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16"),
