@@ -17,7 +17,7 @@ from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, Kind, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
-from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec, lark_spec
+from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
 from router.request.schema_gaps import gap_of
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
@@ -374,30 +374,6 @@ def test_choices_are_counted_before_they_are_looked_at():
         choice_spec(Unread([1] * 2000))
     with pytest.raises(ValueError, match="must be a non-empty list of texts"):
         choice_spec([1])
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"grammars": [{"json_schema": {"uniqueItems": true}}]}', "must be in Lark's syntax, not JSON"),
-        ('\u2028\n {"grammars": [{"lark_grammar": "start: /a/"}]}', "must be in Lark's syntax, not JSON"),
-        ('start: %json {"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": true}}', "has x-guidance"),
-        ('start: %json\n{"\\u0078-guid\\u0061nce": {"lenient": true}, "not": {}}', "has x-guidance"),
-        ('\0start: "a"', r"has no U\+0000"),
-        ("", "non-empty"),
-        ({}, "non-empty"),
-    ],
-)
-def test_a_grammar_in_larks_syntax_sets_no_options_of_the_library(text, reason):
-    with pytest.raises(ValueError, match=reason):
-        lark_spec(text)
-
-
-@pytest.mark.parametrize(
-    "text", ['start: "x-guidance"', 'start: %json {"type": "null"}', 'start: "{" /a/ "}"']
-)
-def test_other_texts_are_grammars(text):
-    assert lark_spec(text) == GrammarSpec("lark", text)
 
 
 def test_an_end_of_sequence_token_is_no_text(tmp_path):

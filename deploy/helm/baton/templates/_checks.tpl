@@ -71,7 +71,7 @@
 {{- end }}
 {{- range $name, $directory := $adapters.load }}
 {{- if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$" $name) }}
-{{- fail (printf "%s.load: %s is no name of an adapter: letters, digits and . _ / : - (at most 128)" $where $name) }}
+{{- fail (printf "%s.load: %s is no name of an adapter: letters, digits and . _ / : -, the first a letter or a digit (at most 128)" $where $name) }}
 {{- end }}
 {{- if or (hasPrefix "/" $directory) (has ".." (splitList "/" $directory)) }}
 {{- fail (printf "%s.load: %s leads out of %s.source: name a directory below it" $where $directory $where) }}
