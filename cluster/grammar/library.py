@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.grammar.rewriting import escapes_nothing, for_library
+from cluster.grammar.rewriting import ESCAPES_NOTHING, escapes_nothing, for_library
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def library_text(spec: GrammarSpec) -> str:
                 return LLMatcher.grammar_from_json_schema(schema, overrides=_overrides())
             case "regex":
                 if escapes_nothing(spec.text):
-                    raise ValueError("the backslash at its end escapes nothing")
+                    raise ValueError(ESCAPES_NOTHING)
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
                 texts = json.loads(spec.text)

@@ -59,6 +59,9 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+ESCAPES_NOTHING = "the backslash at its end escapes nothing"
+
+
 def escapes_nothing(pattern: str) -> bool:
     """Whether a backslash ends it, which the library leaves out: the rest is another pattern, and this one none."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1

@@ -73,9 +73,8 @@ class JobsOfEach:
     def __call__(self, x: Tensor, order: Order) -> Tensor:
         """`x`: of the team's dtype; rows of one expert are contiguous."""
         out = x.new_empty(len(x), self._outputs)
-        self._team.run_all(
-            (self._of_single_rows if isinstance(order, OneToken) else self._of_rows)(x, out, order)
-        )
+        listed = self._of_single_rows if isinstance(order, OneToken) else self._of_rows
+        self._team.run_all(listed(x, out, order))
         return out
 
     def _of_rows(self, x: Tensor, out: Tensor, order: Order) -> NDArray[np.int64]:

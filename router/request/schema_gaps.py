@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from cluster.grammar.rewriting import escapes_nothing, is_number
+from cluster.grammar.rewriting import ESCAPES_NOTHING, escapes_nothing, is_number
 from router.request.schema_bounds import LEAST_INTEGER, Gap, bound_gap
 
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
@@ -99,7 +99,7 @@ def _distinct_names(part: Mapping[str, Any]) -> float:
 def _why_not(pattern: str) -> str:
     """Also for classes of a syntax that Python does not read. Empty if answers match the pattern."""
     if escapes_nothing(pattern):
-        return "the backslash at its end escapes nothing"
+        return ESCAPES_NOTHING
     if _has_sets_of_sets(pattern):
         return r"a class has [, &&, ~~ or -- within it, which makes sets of sets; write \[, \&, \~ or \- for a character"
     readable = _BRACED.sub(_escape, _CATEGORY.sub(_stand_in, _NAMED_GROUP.sub("(", pattern)))

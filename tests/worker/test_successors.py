@@ -37,7 +37,7 @@ async def has_successor(*adapters: str) -> bool:
     [
         ((0,), (), False),
         ((0, 1), (), True),
-        ((0, 1), (X,), False),  # was true: the request was returned, and nobody could continue it
+        ((0, 1), (X,), False),  # else the request is returned, and no worker can continue it
         ((0, 1, 2), (X,), True),
         ((0, 2), (X, Y), False),
         ((0, 2, 3), (X, Y), True),
