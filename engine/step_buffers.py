@@ -149,6 +149,7 @@ class StepBuffers:
         self.longest = 0  # length of the longest item's sequence, this step's tokens included
         self.most_tokens = 0  # of one item
         self.chunks: list[Chunk] = []  # the items of more than one token
+        self._numbers = np.arange(most + 1)
         self._delta: StepDelta | None = None
         self._viewed: tuple[int, ...] = ()  # sizes of the views
         self._view()
@@ -221,10 +222,15 @@ class StepBuffers:
             ends,
             delta.tokens,
         )
-        arrays["cu_q"][1 : count + 1], arrays["cu_k"][1 : count + 1] = delta.counts.cumsum(), ends.cumsum()
-        self.longest, self.most_tokens = int(ends.max()), int(delta.counts.max())
-        self._load_tokens(delta, arrays["cu_q"])
-        self._load_logit_rows(delta, arrays["cu_q"])
+        ends.cumsum(out=arrays["cu_k"][1 : count + 1])
+        self.longest = int(ends.max())
+        if total == count and delta.logits.all():
+            self._load_singles(delta)
+        else:
+            delta.counts.cumsum(out=arrays["cu_q"][1 : count + 1])
+            self.most_tokens = int(delta.counts.max())
+            self._load_tokens(delta, arrays["cu_q"])
+            self._load_logit_rows(delta, arrays["cu_q"])
         self._view()
         self._slab.upload()
         self._copy_to_table(len(delta.blocks))
@@ -260,34 +266,42 @@ class StepBuffers:
             )
         self.table.view(-1).index_copy_(0, where, blocks)
 
+    def _load_singles(self, delta: StepDelta) -> None:
+        """A decode step: each item has one token and wants its logits."""
+        count, arrays = self.num_items, self._slab.arrays
+        self.num_singles = self.num_logits = count
+        self.most_tokens, self.chunks = 1, []
+        arrays["cu_q"][1 : count + 1] = self._numbers[1 : count + 1]
+        arrays["singles"][:count] = arrays["logit_rows"][:count] = self._numbers[:count]
+        self._load_positions(delta.rows, delta.begins)
+
     def _load_tokens(self, delta: StepDelta, cu_q: NDArray[np.int32]) -> None:
-        count, total, arrays = self.num_items, self.num_tokens, self._slab.arrays
-        if total == count:
-            item_rows, positions = delta.rows, delta.begins
-            arrays["singles"][:count] = np.arange(count)
-            self.num_singles, self.chunks = count, []
-        else:
-            owner = np.repeat(np.arange(count), delta.counts)
-            item_rows = delta.rows[owner]
-            positions = np.arange(total, dtype=np.int32) - cu_q[owner] + delta.begins[owner]
-            singles = np.flatnonzero(delta.counts == 1)
-            self.num_singles = len(singles)
-            arrays["singles"][: len(singles)] = singles
-            self.chunks = [
-                Chunk(slice(first, first + length), row, begin, begin + length)
-                for first, length, row, begin in zip(
-                    cu_q.tolist(),
-                    delta.counts.tolist(),
-                    delta.rows.tolist(),
-                    delta.begins.tolist(),
-                    strict=False,
-                )
-                if length > 1
-            ]
-        page = self._page
+        count, total = self.num_items, self.num_tokens
+        owner = np.repeat(np.arange(count), delta.counts)
+        singles = np.flatnonzero(delta.counts == 1)
+        self.num_singles = len(singles)
+        self._slab.arrays["singles"][: len(singles)] = singles
+        self.chunks = [
+            Chunk(slice(first, first + length), row, begin, begin + length)
+            for first, length, row, begin in zip(
+                cu_q.tolist(),
+                delta.counts.tolist(),
+                delta.rows.tolist(),
+                delta.begins.tolist(),
+                strict=False,
+            )
+            if length > 1
+        ]
+        shift = np.arange(total, dtype=np.int32) - cu_q[owner]
+        self._load_positions(delta.rows[owner], shift + delta.begins[owner])
+
+    def _load_positions(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        """`rows` of the table and positions of each token."""
+        total, arrays, page = len(rows), self._slab.arrays, self._page
         arrays["positions"][:total] = positions
-        blocks = self._table[item_rows, positions // page].astype(np.int64)
-        arrays["slots"][:total] = blocks * page + positions % page
+        index, offset = np.divmod(positions, page)
+        np.multiply(self._table[rows, index], page, out=arrays["slots"][:total], dtype=np.int64)
+        arrays["slots"][:total] += offset
 
     def _load_logit_rows(self, delta: StepDelta, cu_q: NDArray[np.int32]) -> None:
         wanted = delta.logits

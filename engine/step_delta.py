@@ -6,21 +6,28 @@ Blocks that a row of the table holds already are not sent again: a step of 256 s
 
 from __future__ import annotations
 
+import struct
 from array import array
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import StepPlan
+from engine.plan import PlanItem, StepPlan
 
 Ints = NDArray[np.int32]
 _WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4, 3)  # numbers in one entry of each array, in order
+_SIZES = struct.Struct(f"<{len(_WIDTHS)}i")
 
 
 def _ints(numbers: list[int]) -> Ints:
     return np.frombuffer(array("i", numbers), np.int32)  # four times faster than np.array
+
+
+def _update(item: PlanItem) -> tuple[int, int, int]:
+    return item.row, item.blocks_in_row, len(item.block_ids) - item.blocks_in_row
 
 
 class StepDelta(NamedTuple):
@@ -41,21 +48,22 @@ class StepDelta(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDelta:
+        # A pass for each field: four times faster than one pass that makes all.
         items = plan.items
-        changed = [item for item in items if item.blocks_in_row < len(item.block_ids)]
-        updates = [
-            (item.row, item.blocks_in_row, len(item.block_ids) - item.blocks_in_row) for item in changed
-        ]
+        in_row = _ints([item.blocks_in_row for item in items])
+        new = _ints([len(item.block_ids) for item in items]) - in_row
+        changed = [items[index] for index in (new > 0).nonzero()[0].tolist()]
+        adapters = [item.adapter for item in items]
         return cls(
             _ints([item.row for item in items]),
             _ints([item.begin for item in items]),
             _ints([len(item.token_ids) for item in items]),
             _ints([item.num_logits for item in items]),
-            _ints([token for item in items for token in item.token_ids]),
-            _ints([number for update in updates for number in update]).reshape(-1, 3),
+            _ints(list(chain.from_iterable([item.token_ids for item in items]))),
+            _ints([number for item in changed for number in _update(item)]).reshape(-1, 3),
             _ints([block for item in changed for block in item.block_ids[item.blocks_in_row :]]),
             _ints([number for copy in plan.copies for number in (copy.source, copy.target)]).reshape(-1, 2),
-            _ints([item.adapter for item in items] if any(item.adapter for item in items) else []),
+            _ints(adapters if any(adapters) else []),
             _ints(
                 [
                     number
@@ -94,19 +102,20 @@ class StepDelta(NamedTuple):
     def to_bytes(self) -> bytes:
         """Sizes of the arrays, the arrays, then the exports as msgpack. No pickle: ranks' sockets check no identity."""
         arrays: tuple[Ints, ...] = self[:-1]
-        sizes = np.array([array.size for array in arrays], np.int32)
-        parts = [part.tobytes() for part in (sizes, *arrays)]
-        return b"".join([*parts, _ENCODER.encode(self.exports)])
+        sizes = _SIZES.pack(*(array.size for array in arrays))
+        return b"".join([sizes, *(array.tobytes() for array in arrays), _ENCODER.encode(self.exports)])
 
     @classmethod
-    def from_bytes(cls, content: bytes | memoryview) -> StepDelta:
-        sizes = np.frombuffer(content, np.int32, len(_WIDTHS)).tolist()
-        at, fields = 4 * len(_WIDTHS), list[Any]()
+    def from_bytes(cls, content: bytes) -> StepDelta:
+        sizes = _SIZES.unpack_from(content)
+        total = sum(sizes)
+        numbers = np.frombuffer(content, np.int32, total, _SIZES.size)
+        at, fields = 0, list[Any]()
         for size, width in zip(sizes, _WIDTHS, strict=True):
-            numbers = np.frombuffer(content, np.int32, size, at)
-            fields.append(numbers if width == 1 else numbers.reshape(-1, width))
-            at += 4 * size
-        fields.append(_DECODER.decode(memoryview(content)[at:]))
+            array = numbers[at : at + size]
+            fields.append(array if width == 1 else array.reshape(-1, width))
+            at += size
+        fields.append(_DECODER.decode(memoryview(content)[_SIZES.size + 4 * total :]))
         return cls(*fields)
 
 

@@ -18,10 +18,11 @@ import torch
 
 from bench.checkpoint import SHAPE, write_model
 from bench.probes.adapter_steps import RANK, step_of, write_adapter
+from cluster.addresses import listen_at
 from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.lora.loaded import LoadedAdapters
-from engine.parallel.group import DistributedGroup, listen_at
+from engine.parallel.group import DistributedGroup
 from engine.runner import ModelRunner
 
 RANKS, ADAPTERS = 2, 1

@@ -33,9 +33,9 @@ class AdapterMessage(NamedTuple):
         return _MARK + msgspec.msgpack.encode(tuple(self))
 
     @classmethod
-    def of(cls, content: bytes | memoryview) -> AdapterMessage | None:
+    def of(cls, content: bytes) -> AdapterMessage | None:
         """None if it is a step."""
-        if bytes(content[:4]) != _MARK:
+        if content[:4] != _MARK:
             return None
         fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str, int])
         order, slot, directory, below, lane = fields

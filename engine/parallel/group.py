@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,13 +22,12 @@ from torch.distributed import distributed_c10d
 
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
+from engine.parallel.plan_channel import LeaderChannel, RankChannel
 
 log = logging.getLogger(__name__)
 # An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
 # (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py).
 IDLE_SECONDS = 10 * 365 * 86400
-# A message up to this size, its length included, is one broadcast: a step of 256 single tokens is 6 KB.
-FRAME_BYTES = 16384
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
 CONNECT_SECONDS = 60.0  # of ranks that have all joined, to each other
 SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
@@ -66,7 +64,7 @@ class TpGroup(Protocol):
     def gather_last(self, x: Tensor) -> Tensor:
         """Concatenate the ranks' last dimensions, in order of rank."""
 
-    def share(self, message: bytes | None) -> bytes | memoryview | None:
+    def share(self, message: bytes | None) -> bytes | None:
         """Return the leader's message on every rank, None for none; of other ranks the argument is None."""
 
 
@@ -86,7 +84,7 @@ class NullGroup:
     def gather_last(self, x: Tensor) -> Tensor:
         return x
 
-    def share(self, message: bytes | None) -> bytes | memoryview | None:
+    def share(self, message: bytes | None) -> bytes | None:
         return message
 
 
@@ -105,7 +103,7 @@ class _Together:
         self._arrivals.arrive()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, (RuntimeError, OSError)):
             raise LostRankError(f"a rank of the group was lost: {error}") from error
 
 
@@ -128,22 +126,11 @@ class DistributedGroup:
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the communicator is made on the current device
-        host, _, port = address.rpartition(":")
+        host = address.rpartition(":")[0]
         _restrict_interfaces(host)
         # A socket made by torch would listen on every interface.
         descriptor = listener.detach() if listener is not None else None
-        try:
-            # Made here: init_process_group would join without a time-out, as it has none for collectives.
-            timeout = datetime.timedelta(seconds=join_seconds)
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), size, rank == 0, timeout=timeout, master_listen_fd=descriptor
-            )
-        except dist.DistError as error:
-            reason = str(error).splitlines()[0]
-            raise SetupError(
-                f"rank {rank} of {size} did not join the others at {address} within {join_seconds:.0f} s: {reason}",
-                field="tensor_parallel",
-            ) from error
+        store = _join(rank, size, address, descriptor, join_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
         # NCCL connects, and its threads open connections to the store, at the first operation, which may be later.
         with listening_meanwhile(descriptor) if backend == "gloo" else contextlib.nullcontext():
@@ -155,7 +142,14 @@ class DistributedGroup:
                     world_size=size,
                     timeout=datetime.timedelta(seconds=connect_seconds),
                 )
-            except RuntimeError as error:
+                self._plans: LeaderChannel | RankChannel = (
+                    RankChannel(store, host, rank, connect_seconds)
+                    if rank
+                    else LeaderChannel(store, host, size, connect_seconds)
+                )
+            except (RuntimeError, OSError) as error:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
                 # torch names groups by their number in a process: counted, the next one would have another name here than
                 # at the other ranks, and none would connect.
                 distributed_c10d._world.group_count = 0
@@ -170,8 +164,6 @@ class DistributedGroup:
         self.size = size
         self.arrivals = Arrivals()
         self._together = _Together(self.arrivals)
-        self._device = device
-        self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._together:
@@ -190,41 +182,33 @@ class DistributedGroup:
             dist.all_gather(pieces, own)
         return torch.cat(pieces, -1)
 
-    def share(self, message: bytes | None) -> bytes | memoryview | None:
-        """The length, so much of the message as a frame holds, and in a second broadcast the rest."""
-        frame = self._frame.numpy()
-        if self.rank == 0:
-            content = message or b""
-            frame[:8] = np.frombuffer(struct.pack("<q", len(content)), np.uint8)
-            first = content[: FRAME_BYTES - 8]
-            frame[8 : 8 + len(first)] = np.frombuffer(first, np.uint8)
-        received = self._broadcast(self._frame).numpy()
-        (size,) = struct.unpack("<q", received[:8].tobytes())
-        more = size - (FRAME_BYTES - 8)
-        if more <= 0:
-            return message if self.rank == 0 else received[8 : 8 + size].data or None
-        rest = torch.empty(more, dtype=torch.uint8)
-        if self.rank == 0:
-            rest.numpy()[:] = np.frombuffer(content[FRAME_BYTES - 8 :], np.uint8)
-        tail = self._broadcast(rest).numpy()
-        return message if self.rank == 0 else np.concatenate([received[8:], tail]).data
-
-    def _broadcast(self, content: Tensor) -> Tensor:
-        """The leader's bytes, in memory of the host."""
-        there = content.to(self._device)
+    def share(self, message: bytes | None) -> bytes | None:
         with self._together:
-            dist.broadcast(there, src=0)
-        return there.cpu()
+            if isinstance(self._plans, RankChannel):
+                return self._plans.receive() or None
+            self._plans.send(message or b"")
+        return message
 
     def close(self) -> None:
+        self._plans.close()
         dist.destroy_process_group()
 
 
-def listen_at(host: str) -> tuple[str, socket.socket]:
-    """A socket for the leader's store that listens on this address only, and its host:port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    return f"{host}:{listener.getsockname()[1]}", listener
+def _join(rank: int, size: int, address: str, descriptor: int | None, seconds: float) -> dist.TCPStore:  # type: ignore[name-defined]
+    """The store at `address`, once all ranks have joined it. Raises SetupError."""
+    host, _, port = address.rpartition(":")
+    try:
+        # Made here: init_process_group would join without a time-out, as it has none for collectives.
+        timeout = datetime.timedelta(seconds=seconds)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), size, rank == 0, timeout=timeout, master_listen_fd=descriptor
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise SetupError(
+            f"rank {rank} of {size} did not join the others at {address} within {seconds:.0f} s: {reason}",
+            field="tensor_parallel",
+        ) from error
 
 
 def _restrict_interfaces(leader: str) -> None:

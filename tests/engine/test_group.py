@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.addresses import listen_at
 from cluster.errors import SetupError
-from engine.parallel.group import FRAME_BYTES, DistributedGroup, _listening, listen_at, listening_meanwhile
+from engine.parallel.group import DistributedGroup, _listening, listening_meanwhile
 from tests.harness.own_address import address_beside_loopback
 
 IDLE = 10.0  # seconds
@@ -117,8 +118,7 @@ def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(l
     """By itself gloo listens at the address of this machine's name, whichever that is."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     host = leader()
-    frame = FRAME_BYTES - 8  # the longest message that is one broadcast
-    plans = [b"plan", *(os.urandom(size) for size in (frame - 1, frame, frame + 1, 5 * frame)), b"last"]
+    plans = [b"plan", *(os.urandom(size) for size in (1, 6000, 5_000_000)), b"last"]
     address, listener = listen_at(host)
     context = multiprocessing.get_context("spawn")
     sockets = context.Queue()

@@ -61,6 +61,26 @@ def test_a_step_of_chunks_and_tokens(staged):
 
 
 @pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("wanted", "rows"), [((1, 1, 1), [0, 1, 2]), ((1, 0, 1), [0, 2]), ((0, 0, 0), [])])
+def test_a_step_of_single_tokens(staged, wanted, rows):
+    """After one of chunks, whose entries must not stay. A prompt's chunk of one token may want no logits."""
+    step = make(staged=staged)
+    step.load(sent(StepPlan(MIXED, [])))
+    tables = {3: [4, 9], 0: [2, 5], 1: [3]}
+    items = [
+        PlanItem(str(row), [token], begin, tables[row], row, want, blocks_in_row=len(tables[row]))
+        for row, token, begin, want in zip((3, 0, 1), (7, 8, 9), (6, 7, 1), wanted, strict=True)
+    ]
+    step.load(sent(StepPlan(items, [])))
+    assert step.tokens.tolist() == [7, 8, 9] and step.positions.tolist() == [6, 7, 1]
+    assert step.slots.tolist() == [38, 23, 13] and step.rows.tolist() == [3, 0, 1]
+    assert step.ends.tolist() == [7, 8, 2] and step.cu_k.tolist() == [0, 7, 15, 17]
+    assert step.cu_q.tolist() == [0, 1, 2, 3] and step.singles.tolist() == [0, 1, 2]
+    assert step.logit_rows.tolist() == rows and step.num_logits == len(rows)
+    assert step.all_single and not step.chunks and (step.longest, step.most_tokens) == (8, 1)
+
+
+@pytest.mark.parametrize("staged", [False, True])
 def test_a_later_step_writes_only_new_blocks(staged):
     step = make(staged=staged)
     step.load(sent(StepPlan([PlanItem("one", [1] * 7, 0, [4, 9], 3, 1)], [])))

@@ -17,8 +17,9 @@ from tests.harness.router import KeyFile, Router, known_key
 
 ASKED = 7
 # Of processor time of the router's event loop during one request. Unlike the wait it does not grow where other processes
-# want the processors. One request of each of the attackers' connections takes it more than 0.5 s.
-MAX_WORK = 0.2
+# want the processors. A few requests take 0.08 to 0.23 s, by the machine; one of each of the attackers' connections takes
+# more than 0.5 s.
+MAX_WORK = 0.35
 CONNECTIONS = 300
 SECONDS = 600  # at most: as long as this test may take
 
