@@ -1,4 +1,4 @@
-"""Judges finished streams in a process of its own, so that judging delays no client."""
+"""Compares finished streams with the reference in a process of its own, so that this delays no client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness.exactness import GAP, judge
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one stream: `wrong` are the indexes of tokens that the reference would not have given."""
+    """The comparison of one stream: `wrong` are the indexes of tokens that the reference would not have given."""
 
     checked: int
     near_ties: int
@@ -26,7 +26,7 @@ class Checker:
     def __init__(self, model: Path, gap: float = GAP):
         self._model, self._gap = model, gap
         spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_step_back)
+        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_lower_priority)
 
     async def check(self, ask: Ask, output: list[int], seed: int | None) -> Verdict:
         """`seed` is the one that was used."""
@@ -37,8 +37,8 @@ class Checker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _step_back() -> None:
-    """The cluster under test has the cores first."""
+def _lower_priority() -> None:
+    """Leave the cores to the cluster under test."""
     import torch
 
     os.nice(10)

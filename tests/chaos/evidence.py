@@ -15,7 +15,7 @@ from tests.harness.exactness import GAP
 
 
 def keep(file: Path, run: str, number: int, stream: Stream) -> None:
-    """`run` is its seed, `number` the fault's."""
+    """Append the stream to the file. `run`: the run's seed; `number`: the fault's."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps({"run": run, "number": number, "stream": asdict(stream)}) + "\n")
@@ -24,7 +24,7 @@ def keep(file: Path, run: str, number: int, stream: Stream) -> None:
 def judged_again(
     file: Path, run: str, model: Path, results: Sequence[Result], gap: float = GAP
 ) -> list[Result]:
-    """Results that had wrong tokens, as they are judged now; only those that changed."""
+    """Results with wrong tokens, compared with the reference once more; only those that changed."""
     kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     changed = []
     for result in results:

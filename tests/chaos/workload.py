@@ -95,7 +95,7 @@ class Workload:
         await self.checked()
 
     def _draw(self, rng: random.Random, *, need_seed: bool) -> Ask:
-        """One of a finite set has a seed of its own: its answer, too, is always the same."""
+        """Draw a request. One of a finite set has a seed of its own, so its answer is the same each time."""
         if self._distinct:
             rng = random.Random(f"{self._seed}:ask:{rng.randrange(self._distinct)}")
         return draw_ask(rng, need_seed=need_seed)
@@ -120,7 +120,7 @@ class Workload:
             async with client:
                 await self._live(stream, self._ask_openai(client, stream))
             if stream.outcome == "error":
-                turn += 1  # as people do: try the next one, a little later
+                turn += 1
                 await asyncio.sleep(PAUSE_AFTER_ERROR_SECONDS)
 
     async def _live(self, stream: Stream, asking: Coroutine[Any, Any, None]) -> None:
