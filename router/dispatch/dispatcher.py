@@ -248,9 +248,7 @@ class RequestDispatcher:
                         raise Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
-                if all(choice.finish is not None for choice in choices) and self._all_reported(
-                    attempt, choices
-                ):
+                if all(choice.finish is not None for choice in choices) and self._all_reported(attempt):
                     return
         except Retry as retry:
             traces.failed(attempt.span, retry.reason)
@@ -264,7 +262,7 @@ class RequestDispatcher:
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())
 
-    def _all_reported(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
+    def _all_reported(self, attempt: Attempt) -> bool:
         """Whether every worker has ended or is lost. An answer that a stop string cut does not wait for the reports."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
