@@ -27,7 +27,7 @@ from baton.client import AsyncClient
 from cluster.errors import BatonError
 from tests.chaos.chaos_cluster import run_chaos_cluster
 from tests.chaos.invariants import QUIET_SECONDS, look
-from tests.chaos.requests import Ask, draw_ask
+from tests.chaos.requests import Request, draw_request
 from tests.chaos.results import percentile
 from tests.chaos.target import Target
 from tests.harness.bounds import RECLAIM_SECONDS
@@ -75,12 +75,12 @@ async def run_cancels(
         crowd = _Crowd(Round(seed, number), client)
         streams = []
         for _ in range(together):
-            ask = draw_ask(rng)
+            request = draw_request(rng)
             # Most of what can go wrong lies in the first milliseconds: queue, reservation, parts, commit.
             life = rng.choice(
                 (rng.uniform(0.0, 0.02), rng.uniform(0.0, 0.2), rng.uniform(0.0, LONGEST_SECONDS))
             )
-            streams.append(_one(crowd, ask, life, rng.uniform(0.0, SPREAD_SECONDS)))
+            streams.append(_one(crowd, request, life, rng.uniform(0.0, SPREAD_SECONDS)))
         await asyncio.gather(*streams)
     seen = crowd.round
     if seen.cancelled:
@@ -89,11 +89,11 @@ async def run_cancels(
     return seen
 
 
-async def _one(crowd: _Crowd, ask: Ask, life_seconds: float, late_seconds: float) -> None:
+async def _one(crowd: _Crowd, request: Request, life_seconds: float, late_seconds: float) -> None:
     await asyncio.sleep(LONGEST_SECONDS - life_seconds + late_seconds)
     seen, tokens = crowd.round, 0
     cancelled_at = time.monotonic() + life_seconds
-    stream = crowd.client.stream(ask.prompt, timeout_seconds=60.0, **ask.options())
+    stream = crowd.client.stream(request.prompt, timeout_seconds=60.0, **request.options())
     try:
         async with asyncio.timeout(life_seconds), stream:
             async for chunk in stream:

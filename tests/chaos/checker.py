@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.requests import Ask
+from tests.chaos.requests import Request
 from tests.harness.exactness import GAP, judge
 
 
@@ -28,10 +28,12 @@ class Checker:
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_lower_priority)
 
-    async def check(self, ask: Ask, output: list[int], seed: int | None) -> Verdict:
+    async def check(self, request: Request, output: list[int], seed: int | None) -> Verdict:
         """`seed` is the one that was used."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, judge_stream, self._model, ask, output, seed, self._gap)
+        return await loop.run_in_executor(
+            self._pool, judge_stream, self._model, request, output, seed, self._gap
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -45,6 +47,8 @@ def _lower_priority() -> None:
     torch.set_num_threads(1)
 
 
-def judge_stream(model: Path, ask: Ask, output: list[int], seed: int | None, gap: float = GAP) -> Verdict:
-    found = judge(model, ask.prompt, output, ask.params(seed), gap=gap)
+def judge_stream(
+    model: Path, request: Request, output: list[int], seed: int | None, gap: float = GAP
+) -> Verdict:
+    found = judge(model, request.prompt, output, request.params(seed), gap=gap)
     return Verdict(found.checked, len(found.near_ties), tuple(found.wrong))

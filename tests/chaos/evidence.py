@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.chaos.checker import judge_stream
-from tests.chaos.requests import Ask
+from tests.chaos.requests import Request
 from tests.chaos.results import Result
 from tests.chaos.streams import Stream
 from tests.harness.exactness import GAP
@@ -35,7 +35,7 @@ def judged_again(
             if (one["run"], one["number"]) != (run, result.number):
                 continue
             stream, before = one["stream"], one["stream"]["verdict"]
-            now = judge_stream(model, Ask(**stream["ask"]), stream["tokens"], stream["seed"], gap)
+            now = judge_stream(model, Request(**stream["request"]), stream["tokens"], stream["seed"], gap)
             wrong, near_ties = wrong + len(now.wrong), near_ties + now.near_ties - before["near_ties"]
         if wrong < result.wrong:
             changed.append(replace(result, wrong=wrong, near_ties=near_ties))
