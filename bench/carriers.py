@@ -79,7 +79,7 @@ class Figures:
     writer_us: float
     reader_share: float  # of a core
     frames: int
-    late: float  # frames that came / frames that were due
+    received_share: float  # of the frames that were due
 
 
 def encode(step: int, tokens: int) -> bytes:

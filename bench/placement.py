@@ -33,7 +33,7 @@ SLOWER_THAN_MICROSECONDS = 15  # the log holds scripts, not the commands inside 
 TTL_MS, PREDICT_MS = 3_600_000, 10_000
 
 
-# Near is faster, so that the candidates of one place and rack are looked at
+# Pairs near each other are faster, so that the script reads the candidates of places and racks too.
 BANDWIDTHS = (1e11, 5e10, 1e10, 5e9, 5e9)
 _ENTER = (
     SETS
@@ -91,7 +91,7 @@ class Fleet:
             *(131072, 65536, PAGE, where),
         )
 
-    def load_everybody(self) -> None:
+    def load_all(self) -> None:
         """Load every worker, as in a busy cluster."""
         self.client.hset(self.tag + "load", "", "0" * 65)
         for index, worker in enumerate(self.workers):
@@ -166,7 +166,7 @@ def script_seconds(directory: Path, pairs: int, blocks: int, calls: int, *, hot:
         for chain in chains:
             for worker in (rng.choice(fleet.workers[:pairs]), rng.choice(fleet.workers[pairs:])):
                 fleet.report(worker, chain)
-        fleet.load_everybody()
+        fleet.load_all()
         client.config_set("slowlog-max-len", 4 * calls)
         for number in range(calls + calls // 4):
             if number == calls // 4:

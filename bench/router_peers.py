@@ -1,8 +1,8 @@
 """`python -m bench.peers --router`: the processor time of routers alone, in front of stub workers, in turns, in one run.
 
 Every router gets the same requests over OpenAI's HTTP API, with streamed answers: many slow streams for the time of a
-token, then short answers to prompts of 2,000 characters for the time of a request. Its stub workers speak what it needs:
-Baton's links, Dynamo's request plane, or HTTP. What is compared differs in what it does: sglang-router passes text on,
+token, then short answers to prompts of 2,000 characters for the time of a request. Its stub workers have the protocol that
+it needs: Baton's links, Dynamo's request plane, or HTTP. The routers differ in what they do: sglang-router passes text on,
 the other two tokenise prompts and make text of tokens; only Baton's is one Python process. Each peer has an environment of
 its own below out/peers.
 """
@@ -32,7 +32,7 @@ from rich.markdown import Markdown
 
 from baton.processes.ports import free_ports
 from bench.context import Context
-from bench.probes.token_probe import PROMPT_CHARACTERS, REQUESTS_A_SECOND, Counted, words
+from bench.probes.token_probe import PROMPT_CHARACTERS, REQUESTS_PER_SECOND, Counted, words
 from bench.report import number
 from tests.harness import router_process
 
@@ -59,7 +59,7 @@ SECONDS = 6.0
 AT_ONCE = 32  # connections that open together
 WARM_UP = 100
 TOKENS = 16  # of a short answer
-PER_TOKEN, PER_REQUEST, TTFT = "µs a token", "µs a request", "TTFT p50, ms"
+PER_TOKEN, PER_REQUEST, TTFT = "µs per token", "µs per request", "TTFT p50, ms"
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ async def _request(running: Running, seconds: float) -> tuple[float, float]:
     for _ in range(WARM_UP):
         await one()
     before, tasks = running.cpu_seconds(), []
-    for _ in range(int(seconds * REQUESTS_A_SECOND)):
+    for _ in range(int(seconds * REQUESTS_PER_SECOND)):
         tasks.append(asyncio.create_task(one()))
-        await asyncio.sleep(1 / REQUESTS_A_SECOND)
+        await asyncio.sleep(1 / REQUESTS_PER_SECOND)
     ttft = await asyncio.gather(*tasks)
     return (running.cpu_seconds() - before) / len(ttft) * 1e6, statistics.median(ttft) * 1e3
 
@@ -195,7 +195,8 @@ def _routers(model: Path) -> dict[str, Start]:
         with _process(first, out / "prefill") as prefill, _process(stub, out / "decode") as decode:
             port, metrics = free_ports(2)
             command = [str(sglang / "python"), "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-            command += ["--prefill", _said(prefill), "--decode", _said(decode), "--policy", "cache_aware"]
+            command += ["--prefill", _printed_address(prefill), "--decode", _printed_address(decode)]
+            command += ["--policy", "cache_aware"]
             command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
             with _process([*command, "--log-level", "warn"], out / "sglang-router") as router:
                 yield _ready(router, port)
@@ -267,12 +268,12 @@ def _process(command: Sequence[str], out: Path, more: Mapping[str, str] | None =
                 process.wait(5)
 
 
-def _said(stub: Process) -> str:
+def _printed_address(stub: Process) -> str:
     """The address that a stub prints."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if (said := stub.log.read_text()).endswith("\n"):
-            return said.strip()
+        if (printed := stub.log.read_text()).endswith("\n"):
+            return printed.strip()
         time.sleep(0.02)
     raise stub.failed("the stub did not start")
 

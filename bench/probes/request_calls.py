@@ -173,8 +173,8 @@ def main() -> None:
             print(f"{count:8.2f} {name}")
     else:
         python = sum(count for count, name in functions if ":" in name.partition(" ")[0])
-        found = {"calls a request": sum(count for count, _ in functions), "of Python functions": python}
-        print(json.dumps({**found, "tasks a request": sum(of_tasks.values())}))
+        found = {"calls per request": sum(count for count, _ in functions), "of Python functions": python}
+        print(json.dumps({**found, "tasks per request": sum(of_tasks.values())}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tests.harness import router_process
 from wire import inference_pb2, inference_pb2_grpc
 
 CONNECT_AT_ONCE = 64
-REQUESTS_A_SECOND = 50
+REQUESTS_PER_SECOND = 50
 PROMPT_CHARACTERS = 2000
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -154,10 +154,10 @@ async def tokens(bench: router_process.RouterBench, given: argparse.Namespace) -
     finally:
         await client.stop()
     return {
-        "router µs a token": (after[0] - before[0]) / count * 1e6,
-        "worker µs a token": (after[1] - before[1]) / count * 1e6,
+        "router µs per token": (after[0] - before[0]) / count * 1e6,
+        "worker µs per token": (after[1] - before[1]) / count * 1e6,
         "router's share of a core": (after[0] - before[0]) / seconds,
-        "tokens a second": count / seconds,
+        "tokens per second": count / seconds,
     }
 
 
@@ -179,13 +179,13 @@ async def requests(bench: router_process.RouterBench, given: argparse.Namespace)
     for _ in range(20):
         await one()
     before, tasks = clocks.read(), []
-    for _ in range(int(given.seconds * REQUESTS_A_SECOND)):
+    for _ in range(int(given.seconds * REQUESTS_PER_SECOND)):
         tasks.append(asyncio.create_task(one()))
-        await asyncio.sleep(1 / REQUESTS_A_SECOND)
+        await asyncio.sleep(1 / REQUESTS_PER_SECOND)
     ttft = sorted(await asyncio.gather(*tasks))
     after = clocks.read()
     return {
-        "router µs a request": (after[0] - before[0]) / len(ttft) * 1e6,
+        "router µs per request": (after[0] - before[0]) / len(ttft) * 1e6,
         "TTFT p50 ms": ttft[len(ttft) // 2] * 1e3,
     }
 
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--protocol", choices=["http", "grpc"], default="http")
     parser.add_argument("--streams", type=int, default=0, help="0: whole requests instead")
     parser.add_argument("--workers", type=int, default=1, help="of each role")
-    parser.add_argument("--processes", type=int, default=1, help="of the router; trees before them have one")
+    parser.add_argument("--processes", type=int, default=1, help="of the router; older trees have one")
     parser.add_argument("--gap", type=float, default=0.1, help="seconds between two tokens of a stream")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--cached", action="store_true")

@@ -28,11 +28,11 @@ from tests.harness import router_process
 from tests.harness.router_process import NAMESPACE, RunningRouter
 from tests.harness.waiting import wait_for
 
-ROUTERS = 16  # of the fleet that is meant
-# Each takes a tenth of a core for a thousand workers, and the stubs as much for each router.
-ROUTERS_A_CORE = 2
-PAIRS = 500  # a prefill and a decode worker each, of the fleet that is meant
-PAIRS_A_CORE = 50  # the stubs of 1,000 workers fill a core with leases and beats before anything is asked
+ROUTERS = 16  # where the machine has the cores
+# Each router takes a tenth of a core for a thousand workers, and the stubs as much for each router.
+ROUTERS_PER_CORE = 2
+PAIRS = 500  # a prefill and a decode worker each, where the machine has the cores
+PAIRS_PER_CORE = 50  # the stubs of 1,000 workers fill a core with leases and beats before the first request
 READY_SECONDS = 180.0
 SECONDS = 30.0
 RATES = (16.0, 48.0)  # requests per second: what does not grow with them is not a request's
@@ -51,8 +51,8 @@ class Shares:
 
 def run(context: Context) -> Section:
     out = context.out / "fleet"
-    routers_wanted = min(ROUTERS, ROUTERS_A_CORE * (psutil.cpu_count() or 1))
-    pairs = min(PAIRS, (20 if context.quick else PAIRS_A_CORE) * (psutil.cpu_count() or 1))
+    routers_wanted = min(ROUTERS, ROUTERS_PER_CORE * (psutil.cpu_count() or 1))
+    pairs = min(PAIRS, (20 if context.quick else PAIRS_PER_CORE) * (psutil.cpu_count() or 1))
     with contextlib.ExitStack() as stack:
         redis = EmbeddedRedis.start(out.absolute() / "redis")
         stack.callback(redis.stop)
@@ -71,11 +71,11 @@ def run(context: Context) -> Section:
         # the first request to a worker opens its link, the first of a router fills its caches
         _load(routers, context.seconds(SECONDS), RATES[0], [])
         processes = (psutil.Process(redis.pid), [psutil.Process(one.pid) for one in routers], stubs)
-        context.say("fleet: nothing is asked")
+        context.say("fleet: no requests")
         quiet = _watched(*processes, lambda: time.sleep(context.seconds(SECONDS)))
         busy = []
         for rate in RATES:
-            context.say(f"fleet: {rate:.0f} requests a second")
+            context.say(f"fleet: {rate:.0f} requests per second")
             reports: list[Report] = []
             load = partial(_load, routers, context.seconds(SECONDS), rate, reports)
             busy.append((_watched(*processes, load), reports[0]))
@@ -91,18 +91,19 @@ def _figures(
     slow, fast = (len(report.answered) / report.seconds for report in (less, more))
     redis_request = (high.redis - low.redis) / (fast - slow)
     return [
-        Figure("Redis, nothing asked", quiet.redis, "of a core"),
-        Figure("a router, nothing asked", quiet.routers, "of a core", note=f"mean of {routers}"),
-        Figure(
-            "all workers, nothing asked", quiet.workers, "of a core", note="leases and links of the stubs"
-        ),
+        Figure("Redis, no requests", quiet.redis, "of a core"),
+        Figure("a router, no requests", quiet.routers, "of a core", note=f"mean of {routers}"),
+        Figure("all workers, no requests", quiet.workers, "of a core", note="leases and links of the stubs"),
         Figure("a router's memory", memory / 2**20, "MiB", note="of the largest"),
         Figure(
-            "requests", fast, "a second", note=f"prompts of {PROMPT_TOKENS}, {MAX_TOKENS} tokens; none failed"
+            "requests",
+            fast,
+            "per second",
+            note=f"prompts of {PROMPT_TOKENS}, {MAX_TOKENS} tokens; none failed",
         ),
         Figure("Redis", high.redis, "of a core", note=f"{low.redis:.3f} at {slow:.0f} requests/s"),
-        Figure("Redis, a request", redis_request * 1e6, "µs", note="by the difference of the two rates"),
-        Figure("a router, a request", (high.routers - low.routers) * routers / (fast - slow) * 1e6, "µs"),
+        Figure("Redis, per request", redis_request * 1e6, "µs", note="by the difference of the two rates"),
+        Figure("a router, per request", (high.routers - low.routers) * routers / (fast - slow) * 1e6, "µs"),
         Figure("TTFT p50", more.ttft.p50 * 1e3, "ms"),
         Figure("TTFT p99", more.ttft.p99 * 1e3, "ms"),
     ]

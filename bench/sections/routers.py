@@ -15,7 +15,7 @@ from bench.sections.token_path import REQUEST, ROUTER, probe
 
 PAIRS = 5
 PROCESSES = 2
-TOKENS_A_SECOND = 40  # of a stream
+TOKENS_PER_SECOND = 40  # of a stream
 SHARE = 0.7  # of each process's core
 LOADS = {
     ROUTER: ("HTTP, 256 streams, 2 workers", ("--streams", "256", "--workers", "2")),
@@ -40,9 +40,9 @@ def run(context: Context) -> Section:
         figures.append(Figure(f"{name}: {figure}, 2 processes / 1", ratio.median, "", "", note))
         if figure == ROUTER:
             figures += [
-                Figure(f"streams at {TOKENS_A_SECOND} tokens/s, {count} × {SHARE} of a core", streams, "")
+                Figure(f"streams at {TOKENS_PER_SECOND} tokens/s, {count} × {SHARE} of a core", streams, "")
                 for count, cost in ((1, ratio.base), (PROCESSES, ratio.new))
-                for streams in [count * SHARE / (TOKENS_A_SECOND * cost * 1e-6)]
+                for streams in [count * SHARE / (TOKENS_PER_SECOND * cost * 1e-6)]
             ]
             figures.append(Figure("streams, 2 processes / 1", PROCESSES / ratio.median, ""))
     return Section("routers", "A router of two processes, beside one", figures)

@@ -35,9 +35,9 @@ class Load:
 
 
 ROUTER, WORKER, REQUEST, TTFT = (
-    "router µs a token",
-    "worker µs a token",
-    "router µs a request",
+    "router µs per token",
+    "worker µs per token",
+    "router µs per request",
     "TTFT p50 ms",
 )
 COMPARED = (
@@ -47,7 +47,7 @@ COMPARED = (
     Load("requests, uncached", (), {REQUEST: "≤ 0.30", TTFT: "≤ 0.5"}),
     Load("requests, cached prefix", ("--cached",), {REQUEST: "≤ 0.20", TTFT: "≤ 0.35"}),
 )
-STREAMS = (1, 8, 64, 480)
+STREAMS = (1, 8, 64, 1000)
 
 
 def run(context: Context) -> Section:

@@ -1,1 +1,1 @@
-"""The link between a router process and a worker: framing, versions and limits that both sides share."""
+"""Framing of the link between a router process and a worker. Its versions, windows and times: cluster/protocol/link.py."""

@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def to_frame(message: Message) -> bytes:
-    """Raises ValueError if the message is larger than a frame: the sender has to split it."""
+    """The message behind its length. Raises ValueError if it is larger than a frame: the sender has to split it."""
     body = message.SerializeToString()
     if len(body) > MAX_FRAME_BYTES - _LENGTH.size:
         raise ValueError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES - _LENGTH.size} fit")
@@ -28,7 +28,8 @@ class FrameReader:
         self._wanted = 0  # bytes of the incomplete frame, as far as it says
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The complete messages, in order. Raises InvalidRequestError at a frame above the limit."""
+        """Add received bytes. Returns the messages that are complete, in order. Raises InvalidRequestError at a frame
+        above the limit."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:  # joined once only, in however small pieces it comes

@@ -1,2 +1,2 @@
-"""Rules that routers and workers share: wire version, block hashes, first-token rule, limits of a model, classes
-of priority."""
+"""Rules that processes share: versions, times and windows of the protocol, block hashes, the first-token rule, KV formats,
+classes of priority, and what a model's files say."""

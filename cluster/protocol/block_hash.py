@@ -32,6 +32,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of `pack_tokens`. Raises struct.error for bytes that are not whole ids."""
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
@@ -42,7 +43,7 @@ def hash_block(parent: bytes | None, packed_block: bytes, *, secret: bytes, salt
 
 
 def hash_blocks(packed: bytes, page_size: int, *, secret: bytes, salt: bytes) -> list[bytes]:
-    """Hashes of every full block of a packed token list, in order. About 0.5 µs a block."""
+    """Hashes of every full block of a packed token list, in order. About 0.5 µs per block."""
     step = page_size * 4
     blake2b, parent = hashlib.blake2b, _ROOT
     return [

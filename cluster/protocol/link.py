@@ -6,7 +6,8 @@ from __future__ import annotations
 # 2: handles have 64 bits; the choices of an attempt share a window.
 MIN_LINK_VERSION = 1
 LINK_VERSION = 2
-# Version 1 reads 32 bits of a handle. Its links are refused earlier, by more than are drawn while a link lasts (an hour).
+# Handles of version 1 have 32 bits. Once a router's next handle is so large it opens no link of version 1: the rest is
+# more than it draws while a link lasts (an hour).
 VERSION_1_HANDLES = 2**32 - 2**24
 
 # Tokens of an attempt that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
@@ -15,8 +16,8 @@ MIN_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its 
 PROMPT_WINDOW_ENTRIES = 8192  # log probabilities of a prompt that are on their way: 0.2 MiB as messages
 SHARED_WINDOW_VERSION = 2  # before it, each choice has a whole window
 
-# Entries of one frame of a router, whose messages take 30 times their bytes once parsed: numbers and credits together, and
-# attempts of its list by their least bytes (an id of 16, handle and positions).
+# Most entries of a router's frame, numbers and credits together, because a parsed message takes 30 times its bytes.
+# Attaches are bounded by the fewest bytes of one (an id of 16, handle and positions).
 FRAME_ENTRIES = 2048
 MIN_ATTACH_BYTES = 24
 

@@ -34,12 +34,13 @@ class AnswerCredit:
         """The limit of each choice, as the worker was told."""
         return [bound - self._beyond for bound in self.bounds.values()]
 
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Note a token; returns whether `grant` is due once the client has every token so far."""
         self._ungranted += 1
         return self._ungranted == self._grant_after
 
     def was_not_wanted(self, token: Token) -> None:
+        """Note a token of a choice that has ended, which counts as taken."""
         self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)
 
     def grant(self, tell: Callable[[int, int], None]) -> None:

@@ -18,9 +18,8 @@ CONTROL_SECONDS = 2.0
 async def is_committed(
     channels: Channels, decode: WorkerInfo, transfer_id: bytes, decode_lost: asyncio.Event
 ) -> bool:
-    """Has `decode` committed the attempt? If not, it never will. Raises BatonError when it does not answer, or is found to
-    be lost meanwhile: the prefill worker often notices first that it is gone, and its silence must not be waited for
-    twice."""
+    """Whether `decode` has committed the attempt; if not, it never will. Raises BatonError when it does not answer, or is
+    lost meanwhile: the prefill worker often loses it first, and its silence must not be waited for twice."""
     asking = asyncio.create_task(_abort(channels, decode, transfer_id))
     gone = asyncio.create_task(decode_lost.wait())
     try:

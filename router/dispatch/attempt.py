@@ -231,7 +231,7 @@ class Attempt:
         """The limit of each choice of the worker's log."""
         return [*self._credit.limits(), *([self._prompt_limit] if source is self._prompt_source else [])]
 
-    def came(self, source: Source, token: Token) -> None:
+    def received(self, source: Source, token: Token) -> None:
         """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
         if self._over:
             return
@@ -239,10 +239,10 @@ class Attempt:
         if self.prompt is None and token.position < self._credit.bounds.get(token.choice, 0):
             self._take_answer(token)
         else:
-            self._came_otherwise(source, token)
+            self._check_and_take(source, token)
 
-    def _came_otherwise(self, source: Source, token: Token) -> None:
-        """With a prompt of which something is wanted, or beyond the limit."""
+    def _check_and_take(self, source: Source, token: Token) -> None:
+        """Take a token where something of the prompt is wanted; break the attempt at one beyond its limit."""
         of_prompt = source is self._prompt_source and token.choice == self._prompt_choice
         bound = self._prompt_limit if of_prompt else self._credit.bounds.get(token.choice)
         if bound is None or token.position >= bound:
@@ -259,7 +259,7 @@ class Attempt:
         """Whether the token is dealt with, as it is of the prompt or comes before the prompt is complete."""
         assert self.prompt is not None
         if of_prompt:
-            self._prompt_credit.came(token.position, self.when_drained)
+            self._prompt_credit.received(token.position, self.when_drained)
         if not self.prompt.takes(token, self._prompt_choice, self.broken):
             return False
         if self._held is not None and self.prompt.complete:
@@ -269,7 +269,7 @@ class Attempt:
     def _take_answer(self, token: Token) -> None:
         if self._over:
             return
-        if self._credit.came():
+        if self._credit.received():
             self.when_drained(self.grant)
         if not self.take(token, self):
             self._credit.was_not_wanted(token)
@@ -370,7 +370,7 @@ class _Reader:
     def __init__(self, attempt: Attempt, source: Source):
         self._attempt = attempt
         self._source = source
-        self.token = partial(attempt.came, source)
+        self.token = partial(attempt.received, source)
 
     @property
     def transfer_id(self) -> bytes:

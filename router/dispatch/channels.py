@@ -15,11 +15,9 @@ _OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's other pings, while which no keepalive is sent
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's other pings, during which no keepalive is sent
 ]
-
-
-# Cancels and aborts share no connection, and no failed attempt at one, with the requests that may be stuck on theirs.
+# Cancels and aborts share neither the connection nor its reconnect back-off with the requests that may be stuck there.
 _CONTROL = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -56,7 +54,8 @@ class Channels:
         return self._open[key]
 
     def keep_only(self, addresses: set[str]) -> None:
-        """Retires connections to workers that are gone. A worker that only the registry has lost may still stream."""
+        """Retire connections to other addresses: their calls go on, because a worker that is missing in the registry alone
+        may still serve."""
         for key in [known for known in self._open if known[0] not in addresses]:
             self._retire(self._open.pop(key))
         if self._peers.version != self._version:
@@ -64,13 +63,13 @@ class Channels:
             self._renew()
 
     def _renew(self) -> None:
-        """A new certificate: new calls go over new connections, calls under way end on theirs."""
+        """Certificate files have changed: new calls go over new connections, calls under way end on theirs."""
         for one in self._open.values():
             self._retire(one)
         self._open.clear()
 
     def _retire(self, connection: _Connection) -> None:
-        """Closes it when its calls have ended."""
+        """Close it when its calls have ended, at the latest after RETIRE_SECONDS."""
         task = asyncio.get_running_loop().create_task(connection.channel.close(RETIRE_SECONDS))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

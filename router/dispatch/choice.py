@@ -15,7 +15,7 @@ from router.text.tokenizer import ModelText
 from wire import common_pb2
 
 log = logging.getLogger(__name__)
-RESUMED_SECONDS = 0.001  # between two turns of the event loop, as far as one token allows it
+RESUMED_SECONDS = 0.001  # of reading in one turn of the event loop; then the current token ends it
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -23,7 +23,7 @@ _FINISH: dict[int, FinishReason] = {
 
 
 class GapError(Exception):
-    """A token came before the one that precedes it: the attempt can't be trusted."""
+    """A token came before the one that precedes it, so the attempt has failed."""
 
 
 class ChoiceStream:
@@ -36,7 +36,7 @@ class ChoiceStream:
         self.output = list(completion.resume_tokens)
         self.next_position = len(completion.prompt_tokens) + len(self.output)
         self.new_tokens = 0
-        self.last_came: float | None = None  # time of its last token
+        self.last_received: float | None = None  # time of its last token
         self.finish: FinishReason | None = None
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
@@ -112,7 +112,7 @@ class ChoiceStream:
         return text, None if self._stop.stopped else token_id
 
     def _parsed(self, marked: MarkedText, text: str, marker: int | None, token: Token) -> Delta:
-        # Until the parts are there the choice has not finished: what goes wrong with them ends no request as complete
+        # The choice finishes with its parts: an error while they are parsed must not leave the request complete.
         finish, self.finish = self.finish, None
         parts = marked.passed(text, marker)
         if finish is not None:

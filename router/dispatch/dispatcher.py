@@ -162,7 +162,7 @@ class RequestDispatcher:
         self._deltas.fail(error)
 
     def _use(self) -> Use | None:
-        """None: no worker has begun work for it, so it costs nothing."""
+        """What the quota is charged; None: no worker has begun work for the request."""
         if not self.stats.attempts and not self._resumed:
             return None
         held = len(self._completion.resume_tokens)
@@ -248,7 +248,7 @@ class RequestDispatcher:
                         raise Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
-                if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
+                if all(choice.finish is not None for choice in choices) and self._all_reported(attempt):
                     return
         except Retry as retry:
             traces.failed(attempt.span, retry.reason)
@@ -262,8 +262,8 @@ class RequestDispatcher:
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())
 
-    def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
-        """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
+    def _all_reported(self, attempt: Attempt) -> bool:
+        """Whether every worker has ended or is lost. An answer that a stop string cut does not wait for the reports."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
@@ -280,7 +280,7 @@ class RequestDispatcher:
         if delta is None:
             return False
         now = self._token_times.now()
-        before, choice.last_came = choice.last_came, now
+        before, choice.last_received = choice.last_received, now
         if before is not None:
             self._token_times.gap(now - before, self.trace_id)
         else:
@@ -327,7 +327,7 @@ class RequestDispatcher:
         outcome = event.end.outcome if event.end is not None else None
         handed_over = event.source is Source.PREFILL and not ends_with_first_token(attempt.spec)
         if handed_over and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
-            self._services.pairs.met(attempt.placed)
+            self._services.pairs.reached(attempt.placed)
         if complete:
             return
         if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:

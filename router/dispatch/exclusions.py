@@ -30,9 +30,9 @@ def exclusions(
 class WithoutAdapter:
     """Workers that are not registered with an adapter. Looked for once per version of the membership.
 
-    An unloaded adapter stays in the slots of workers that are not registered with it. Where no decode worker is, a request
-    that began before may ask each of them, and where no worker is at all, each prefill worker too: those that lack it say
-    so, and are excluded by that.
+    An unloaded adapter stays in slots of workers that are no longer registered with it, so a request that began before may
+    still run there. Where no decode worker is registered with the adapter none of them is excluded here, and where no
+    worker is, no prefill worker either: one that lacks it refuses the attempt, and is excluded by that.
     """
 
     def __init__(self, workers: Callable[[], Sequence[WorkerInfo]]):
@@ -42,14 +42,14 @@ class WithoutAdapter:
         self._groups: dict[str, frozenset[KvGroup]] = {}  # by digest
 
     def __call__(self, model_id: str, digest: str) -> Sequence[str]:
-        """Worker ids of those of the model."""
+        """Ids of the model's workers that are excluded for a request for the adapter with this digest."""
         self._follow()
         if (found := self._found.get((model_id, digest))) is None:
             found = self._found[model_id, digest] = self._find(self._seen, model_id, digest)
         return found
 
     def kv_groups(self, digest: str) -> frozenset[KvGroup]:
-        """Those without a ready decode worker that is registered with it; none where no decode worker is."""
+        """KV groups without a ready decode worker that is registered with it; none where no decode worker is."""
         self._follow()
         if (found := self._groups.get(digest)) is None:
             having, lacking = set[KvGroup](), set[KvGroup]()
@@ -74,8 +74,8 @@ class WithoutAdapter:
                 having |= {one.role for one in alike if one.state == "ready"}
             else:
                 lacking += alike
-        asked = () if "decode" in having else ("decode",) if having else ("decode", "prefill")
-        return [one.worker_id for one in lacking if one.role not in asked]
+        tried = () if "decode" in having else ("decode",) if having else ("decode", "prefill")
+        return [one.worker_id for one in lacking if one.role not in tried]
 
 
 def _has(worker: WorkerInfo, digest: str) -> bool:

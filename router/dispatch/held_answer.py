@@ -42,7 +42,8 @@ class HeldAnswer:
         return self._next.get(choice, 0)
 
     def holds(self, token: Token) -> bool:
-        """Whether the token is kept, or was before: a link that broke repeats some."""
+        """Keep the token if the prompt is not complete. Returns whether it is kept, or was before: a link that broke
+        repeats some."""
         if self._complete and not self._tokens:
             return False
         if token.position >= self._next.get(token.choice, 0):
@@ -51,7 +52,7 @@ class HeldAnswer:
         return True
 
     def holds_end(self, end: Ended) -> bool:
-        """Whether the end waits for what precedes it."""
+        """Keep the end if it must wait for what precedes it. Returns whether it does."""
         self._end = end
         if self._end_is_due:
             self._end = None

@@ -102,8 +102,8 @@ class PromptCredit:
     def limit(self) -> int:
         return self.next_position + self._window
 
-    def came(self, position: int, when_drained: Callable[[Callable[[], None]], None]) -> None:
-        """`when_drained` makes a call once the client has every token so far."""
+    def received(self, position: int, when_drained: Callable[[Callable[[], None]], None]) -> None:
+        """Note the token at `position`. `when_drained` makes a call once the client has every token so far."""
         self.next_position = max(self.next_position, position + 1)
         self._unread += 1
         if self._unread >= (self._window + 1) // 2 and not self._granting:

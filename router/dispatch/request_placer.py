@@ -62,8 +62,9 @@ class RequestPlacer:
                 return spec, request, placed
 
     def _choose_kv_group(self, choices: list[ChoiceStream]) -> KvGroup:
-        """What the client has is continued by the same group. Before that another one is tried: all workers of a group may
-        be registered falsely, or broken in the same way."""
+        """The KV group for the next attempt: the last one, once the client has something of the answer. Before that
+        another one is tried: all workers of a group may be registered falsely, or broken in the same way. Raises
+        UnavailableError."""
         before = self._kv_groups.get(choices[0].index)
         if before is not None and not self._stats.begun:
             self._failed_kv_groups.add(before)
@@ -101,7 +102,8 @@ class RequestPlacer:
         )
 
     def refused_by(self, worker_id: str) -> None:
-        """A decode worker had no room. Those that had none before may have some again, but no adapter that they lacked."""
+        """Exclude a decode worker that had no room. Others that had none may have room by now; workers without the
+        request's adapter stay excluded."""
         lacking = {name: reason for name, reason in self.excluded.items() if reason is Reason.ADAPTER}
         self.excluded = {**lacking, worker_id: Reason.REFUSED}
 

@@ -50,7 +50,8 @@ class RequestStats:
             )
 
     def keep(self, report: common_pb2.WorkReport, *, of_prefill: bool) -> None:
-        """What a worker says at the end of an attempt. Cached is what the first that computed found cached."""
+        """Add a worker's report of an attempt. The request's cached tokens are those of the first worker that computed its
+        prompt."""
         if of_prefill:
             self.prefill = report
         else:

@@ -1,4 +1,4 @@
-"""What every request uses: one object per router."""
+"""The objects that all requests share: one `Services` per router process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RequestFaults(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What a request is at every router of the deployment."""
+    """A request's packed prompt and its name, which is the same at every router of the deployment."""
 
     packed_prompt: bytes
     name: bytes | None  # None: nothing has needed it yet

@@ -12,7 +12,7 @@ from cluster.round_robin import RoundRobin
 log = logging.getLogger(__name__)
 # Of the loop's processor time: by the clock, calls also take long where other processes want the processor.
 SECONDS_PER_TURN = 0.004
-CALLS_PER_LOOK = 4  # at that clock, which takes half a microsecond
+CALLS_PER_LOOK = 4  # between two readings of that clock, which take half a microsecond each
 
 Call = Callable[[], None]
 
@@ -46,7 +46,7 @@ class Turn:
             call = calls.pop()
             try:
                 call()
-            except Exception:  # the others are other requests'
+            except Exception:  # the other calls are of other requests
                 log.exception("a call at the end of a turn failed")
             if not made % CALLS_PER_LOOK and calls and self._clock() > ends:
                 self._put_back(calls)

@@ -34,7 +34,8 @@ class UnreachablePairs:
         if self._unreachable.failed((p.name, d.name)):
             log.warning("worker %s does not reach worker %s: %s", p.name, d.name, reason.message)
 
-    def met(self, placed: Placed) -> None:
+    def reached(self, placed: Placed) -> None:
+        """A hand-off between the two has succeeded: the pair is no longer excluded."""
         if placed.prefill is not None:
             self._unreachable.answered((placed.prefill.name, placed.decode.name))
 

@@ -17,40 +17,43 @@ MAX_SECONDS = 16.0
 
 
 @dataclass(frozen=True)
-class _Out:
-    until: float
-    seconds: float  # length of this exclusion
+class _Exclusion:
+    until: float  # by the clock
+    seconds: float  # its length
 
 
 class Backoff(Generic[Name]):
-    """By name. A name that has not failed for MAX_SECONDS after its exclusion starts again at FIRST_SECONDS."""
+    """Exclusions by name. A name that has not failed for MAX_SECONDS after one starts again at FIRST_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._out: dict[Name, _Out] = {}
+        self._exclusions: dict[Name, _Exclusion] = {}
 
     def failed(self, name: Name) -> bool:
-        """False while the name is excluded already: calls in flight at the first failure count with it."""
+        """Exclude the name. Returns False if it is excluded already: calls in flight at the first failure count with
+        it."""
         now = self._clock()
-        self._out = {one: out for one, out in self._out.items() if now < out.until + MAX_SECONDS}
-        known = self._out.get(name)
+        recent = {one: its for one, its in self._exclusions.items() if now < its.until + MAX_SECONDS}
+        self._exclusions = recent
+        known = recent.get(name)
         if known is not None and now < known.until:
             return False
         seconds = FIRST_SECONDS if known is None else min(2 * known.seconds, MAX_SECONDS)
-        self._out[name] = _Out(now + seconds, seconds)
+        self._exclusions[name] = _Exclusion(now + seconds, seconds)
         return True
 
     def failed_again(self, name: Name) -> None:
         """Record a failure that extends an exclusion but does not begin one."""
-        if name in self._out:
+        if name in self._exclusions:
             self.failed(name)
 
     def answered(self, name: Name) -> None:
-        self._out.pop(name, None)
+        """End the exclusion, and forget how long it was."""
+        self._exclusions.pop(name, None)
 
     def names(self) -> frozenset[Name]:
         """Names that are excluded now."""
-        if not self._out:
+        if not self._exclusions:
             return frozenset()
         now = self._clock()
-        return frozenset(name for name, out in self._out.items() if now < out.until)
+        return frozenset(name for name, its in self._exclusions.items() if now < its.until)

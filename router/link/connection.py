@@ -20,7 +20,7 @@ ENTRIES_PER_TURN = 256  # dispatched in one turn of the event loop
 FRAMES_PER_TURN = 64  # at most, however small
 
 
-class Frames(Protocol):
+class ConnectionOwner(Protocol):
     """The link above a connection."""
 
     def take(
@@ -37,7 +37,10 @@ class Frames(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, link: Frames, hello: link_pb2.LinkHello, certificates: int):
+    """Sends its hello as soon as it is open. `welcomed` has the answer, or the error that closed the connection before it;
+    later frames go to `link`."""
+
+    def __init__(self, link: ConnectionOwner, hello: link_pb2.LinkHello, certificates: int):
         """`certificates`: the version of the certificate files with which it is opened."""
         self._link = link
         self.certificates = certificates
@@ -50,7 +53,7 @@ class Connection(asyncio.Protocol):
         self._next: link_pb2.WorkerFrame | None = None  # parsed, for the next turn
         self._piece: Iterator[None] | None = None  # the rest of a large frame
         self._paused = False  # nothing is read from the socket
-        self.heard = self._loop.time()
+        self.received_at = self._loop.time()  # of the last bytes
         self.is_lost = False
         self.blocked_since = math.inf  # when the worker stopped reading
         self.malformed = False  # closed because the worker broke the protocol
@@ -64,7 +67,7 @@ class Connection(asyncio.Protocol):
         self.write(link_pb2.RouterFrame(hello=self._hello))
 
     def data_received(self, data: bytes) -> None:
-        self.heard = self._loop.time()
+        self.received_at = self._loop.time()
         try:
             self._unread += self._frames.feed(data)
         except BatonError as error:

@@ -46,13 +46,13 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "_pieces", "asked_early", "cancelled", "heard", "number", "reader")
+    __slots__ = ("_link", "_pieces", "asked_early", "cancelled", "number", "reader", "received_at")
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link
         self.number = number
         self.reader = reader
-        self.heard = now  # time of its last entry
+        self.received_at = now  # time of its last entry
         # Questions for its state that were sent before the Run was answered, and have no answer yet. Calls and links have
         # no common order, so their answers "unknown" mean nothing; they come before the answers to later questions. A
         # worker may answer several at once: as many later answers are ignored then, too, and the next question decides.

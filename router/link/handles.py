@@ -19,7 +19,8 @@ _plain_token = partial(tuple.__new__, PlainToken)  # its own constructor takes t
 
 
 class Handles:
-    """An exception at one handle's entry ends that attempt alone: the others of the frame are dispatched."""
+    """Open handles by number. An exception at one handle's entry ends that attempt alone: the others of the frame are
+    dispatched."""
 
     def __init__(
         self, link: HandleLink, identity: RouterIdentity, outgoing: Outgoing, flush_soon: Callable[[], None]
@@ -58,8 +59,8 @@ class Handles:
     def ask(self, now: float, silent_seconds: float) -> None:
         """Ask the worker for the states of handles that have been silent for longer."""
         for handle in list(self._open.values()):
-            if now - handle.heard > silent_seconds:
-                handle.heard = now  # asked again after as long
+            if now - handle.received_at > silent_seconds:
+                handle.received_at = now  # asked again after as long
                 self._outgoing.status(handle.number)
                 self._guarded(handle, handle.ask)
                 if handle.reader.taken_in:
@@ -68,7 +69,7 @@ class Handles:
 
     def restart_clocks(self, now: float) -> None:
         for handle in self._open.values():
-            handle.heard = now
+            handle.received_at = now
 
     def lose_all(self, error: BatonError) -> None:
         handles = list(self._open.values())
@@ -80,8 +81,9 @@ class Handles:
     # --- entries -------------------------------------------------------------------------------------------
 
     def take(self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]) -> Iterator[None]:
-        """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
-        ENTRIES_PER_TURN entries. `is_newest`: no other connection has attached the handles since the one of this frame."""
+        """Dispatch answers, then `tokens`, `extras` and `ends`: so the tokens of each choice are in order of position, and
+        its end is behind them. Yields after every ENTRIES_PER_TURN entries. `is_newest`: no other connection has attached
+        the handles since the one of this frame."""
         count = 0
         for number in frame.cancelled:
             self._cancelled(number)
@@ -125,7 +127,7 @@ class Handles:
             if handle is None:
                 self._not_read(number)
                 continue
-            handle.heard = now
+            handle.received_at = now
             try:
                 handle.reader.token(token)
             except Exception as error:

@@ -31,7 +31,7 @@ LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
 MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
-MOVED_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
+MOVED_SECONDS = 0.5  # of an attempt to move once the worker has detached the handles, for DETACH_SECONDS
 
 
 class WorkerLink:
@@ -60,7 +60,7 @@ class WorkerLink:
         self._flushing = False
         self._ended = asyncio.Event()  # the connection is gone, or given up
         self._wanted = asyncio.Event()  # by a handle that was opened while the worker was lost
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()  # of the last beat, token or end
         self._moving: asyncio.Task[None] | None = None
         self._greeting: asyncio.Timeout | None = None  # of the connection that _move opens
         self._is_moved = False  # the worker sends nothing more on this connection
@@ -81,7 +81,7 @@ class WorkerLink:
         """Since the last beat or entry of the worker, or since it stopped reading; 0 while no connection is up."""
         if self._connection is None:
             return 0.0
-        return self._loop.time() - min(self._heard, self._connection.blocked_since)
+        return self._loop.time() - min(self._received_at, self._connection.blocked_since)
 
     @property
     def certificates(self) -> int | None:
@@ -130,11 +130,11 @@ class WorkerLink:
 
     def allow_delay(self, seconds: float) -> None:
         """Allow for a delay of this process: frames that arrived meanwhile may be unread."""
-        self._heard = min(self._loop.time(), self._heard + seconds)
+        self._received_at = min(self._loop.time(), self._received_at + seconds)
 
     def restart_clocks(self) -> None:
         """Count silence from now: this process was stopped, and frames that arrived meanwhile are unread."""
-        self._heard = now = self._loop.time()
+        self._received_at = now = self._loop.time()
         if self._connection is not None:
             self._connection.restart_clock()
         self._handles.restart_clocks(now)
@@ -208,7 +208,7 @@ class WorkerLink:
         self._connection = connection
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         self._machine.to(LinkState.UP)
         self.is_lost = False
         self._on_answered()
@@ -256,7 +256,7 @@ class WorkerLink:
         if connection is not None:
             connection.abort()
 
-    # --- frames (router.link.connection.Frames) ------------------------------------------------------------
+    # --- frames (router.link.connection.ConnectionOwner) ----------------------------------------------------
 
     def gone(self, connection: Connection, error: Exception | None) -> None:
         if connection is not self._connection:
@@ -281,11 +281,11 @@ class WorkerLink:
             self._notice(connection, frame.notice)
         tokens = len(frame.tokens.handle)
         if tokens or frame.HasField("beat") or frame.extras or frame.ends:
-            self._heard = connection.heard
+            self._received_at = connection.received_at
         if entries == tokens <= ENTRIES_PER_TURN:  # the frame of an ordinary step, or a beat
-            self._handles.take_tokens(frame.tokens, self._heard)
+            self._handles.take_tokens(frame.tokens, self._received_at)
             return None
-        pieces = self._handles.take(frame, self._heard, lambda: connection is self._connection)
+        pieces = self._handles.take(frame, self._received_at, lambda: connection is self._connection)
         if entries > ENTRIES_PER_TURN:
             return pieces
         for _ in pieces:

@@ -32,6 +32,8 @@ def no_message(seconds: float) -> PeerLostError:
 
 
 class Links:
+    """One link per epoch of a worker, opened by its first handle or by `keep_only`."""
+
     def __init__(self, router_id: str, peers: Peers | None = None, faults: Faults = NO_FAULTS):
         """`peers` has the certificates; default: plain text."""
         self._identity = RouterIdentity(router_id, faults)
@@ -102,14 +104,14 @@ class Links:
                 worker,
                 self._identity,
                 self._peers,
-                lost=lambda: self._lost_one(name),
+                lost=lambda: self._on_lost(name),
                 answered=lambda: self._lost.answered(name),
             )
             if self._timer is None:
                 self._tick_later()
         return link
 
-    def _lost_one(self, name: str) -> None:
+    def _on_lost(self, name: str) -> None:
         self._lost.failed(name)
 
     def _tick_later(self) -> None:

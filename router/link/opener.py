@@ -18,7 +18,7 @@ from cluster.protocol.link import (
 )
 from cluster.security.peer_names import WORKER_NAME
 from cluster.security.tls import Peers
-from router.link.connection import Connection, Frames
+from router.link.connection import Connection, ConnectionOwner
 from router.link.identity import RouterIdentity
 from wire import link_pb2
 
@@ -30,13 +30,15 @@ MAX_LATE_SECONDS = 0.1  # of one pause: so much of this process's own lateness d
 
 
 class Opener:
+    """Connects to one worker, over TLS where `peers` has certificates."""
+
     def __init__(self, worker: WorkerInfo, identity: RouterIdentity, peers: Peers):
         self._worker = worker
         self._identity = identity
         self._peers = peers
         self._loop = asyncio.get_running_loop()
 
-    async def open(self, link: Frames, was_up: bool, attempt: int) -> Connection:
+    async def open(self, link: ConnectionOwner, was_up: bool, attempt: int) -> Connection:
         """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another epoch,
         no welcome in time."""
         seconds = LINK_LOST_SECONDS if was_up else CONNECT_SECONDS
@@ -67,16 +69,17 @@ class Opener:
                 raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
 
     async def _sleep(self, seconds: float) -> float:
-        """Returns by how much this process was late: what the worker answers meanwhile lies unread."""
+        """Returns the seconds by which this process was late, at most MAX_LATE_SECONDS: answers that arrived meanwhile are
+        unread."""
         due = self._loop.time() + seconds
         await asyncio.sleep(seconds)
         return min(max(0.0, self._loop.time() - due), MAX_LATE_SECONDS)
 
-    async def greet(self, link: Frames) -> Connection:
+    async def greet(self, link: ConnectionOwner) -> Connection:
         """Raises OSError, or PeerLostError for another worker or epoch, or without a common version."""
         return await self._greet(link, await self._reach(CONNECT_SECONDS))
 
-    async def _greet(self, link: Frames, reached: socket.socket) -> Connection:
+    async def _greet(self, link: ConnectionOwner, reached: socket.socket) -> Connection:
         worker = self._worker
         hello = link_pb2.LinkHello(
             min_version=MIN_LINK_VERSION,
@@ -102,7 +105,7 @@ class Opener:
             raise
         if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
             connection.abort()
-            # It names neither to a router that has not named both.
+            # A welcome has neither where the hello has another of the two.
             raise PeerLostError(
                 f"{worker.link_address} is another worker than {worker.name}, or in another epoch"
             )

@@ -16,7 +16,9 @@ def why_no_handoff(mode: Mode, decided: Mapping[tuple[str, ...], int], workers: 
 
     `decided`: placements of this router by (the worker that prefills, where that was decided).
     """
-    by = {role: sum(count for (who, *_), count in decided.items() if who == role) for role in _CHOSEN}
+    by = {
+        role: sum(count for (prefills, *_), count in decided.items() if prefills == role) for role in _CHOSEN
+    }
     if by["prefill_worker"]:
         return ""
     there = {worker.role for worker in workers if worker.lease == "live" and worker.state == "ready"}

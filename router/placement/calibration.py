@@ -11,14 +11,14 @@ _WEIGHT = 0.1
 _START_BANDWIDTH = 1e9
 _GUESS = (1.0, 1.0, 0.5, 0.5, 0.5)  # bandwidth by level, relative to the nearest, until one is measured
 _START_A = 1e-3
-_SURPRISE = 4.0  # at most so many times the expected time count: a worker that stood still is no example
+_SURPRISE = 4.0  # at most so many times the expected time counts: a worker that was stopped is no example
 _KNOWN = 48  # prefills; a worker's first ones take longer than all later ones
 
 
 @dataclass
 class Calibration:
-    a: float = _START_A  # seconds a token
-    b: float = 0.0  # seconds a token pair
+    a: float = _START_A  # seconds per token
+    b: float = 0.0  # seconds per pair of tokens
     # Measured bytes per second, by level (topology.LEVELS)
     bandwidths: dict[int, float] = field(default_factory=dict)
     token_bytes: float = 1.0

@@ -25,7 +25,7 @@ class CallSlots:
         self._waiting = [FairQueue() for _ in _RANKS]
 
     async def take(self, priority_class: PriorityClass, tenant: str = "", weight: float = 1.0) -> bool:
-        """Whether there is one, to be given back by `give`; False after WAIT_SECONDS."""
+        """Wait for a slot, to be given back by `give`. Returns False if there is none within WAIT_SECONDS."""
         rank = _RANKS[priority_class]
         if self._free:
             self._free -= 1
@@ -54,7 +54,7 @@ class CallSlots:
         return granted.done() and not granted.cancelled()
 
     def give(self) -> None:
-        """Give a slot that was taken to the next who waits."""
+        """Give a slot that was taken to the next placement that waits."""
         for queue in self._waiting:
             while queue:
                 granted = queue.pop().turn

@@ -47,7 +47,8 @@ if not listed then
   barred.p, barred_p = among(argument.without_prefill)
   barred.d, barred_d = among(argument.without_decode)
 end
--- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
+-- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all. Its parts are inner
+-- functions because a chunk of Lua has at most 200 locals, and this script has nearly as many.
 local function look(width, wide)
   -- The first of a set that are not passed over. Where all that were read are equal (an idle cluster), chance decides from
   -- which of the equal ones on.

@@ -24,7 +24,7 @@ if not p then return refused({-6}) end
 for k = 1, #gone do exit(tag, names[gone[k]], facts[gone[k]]) end
 if #gone > 0 then changed(tag) end
 
-local at = p > 0 and p or d  -- who prefills
+local at = p > 0 and p or d  -- the worker that prefills
 local ends = alone and p > 0  -- there, so that the decode worker gets nothing of it
 local lives, penalty = ends and 0 or need, p > 0 and joining[d] or wait[d]
 local cached = reused(at)

@@ -18,7 +18,7 @@ MAX_CHANGES = 128  # of each kind in one call of settle.lua
 
 @dataclass
 class AttemptCharge:
-    """One attempt's share."""
+    """What one attempt adds to the load."""
 
     prefill: str  # worker_id@epoch
     decode: str

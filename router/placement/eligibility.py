@@ -65,7 +65,7 @@ class Eligibility:
         live = {model for (model, _), lease in self._best_lease.items() if lease == "live"}
         for key, lease in self._best_lease.items():
             if lease == "dead" and live and key[0] not in live:
-                self._best_lease[key] = "live"  # that of no worker of it
+                self._best_lease[key] = "live"  # none of its workers has it, so none is used
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
         self._kv_groups = {

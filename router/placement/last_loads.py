@@ -36,8 +36,8 @@ class LastLoads:
         self._charges, self._eligibility = charges, eligibility
         self._clock = clock
         self._read_at = -VALID_SECONDS
-        self._then: dict[str, int] = {}  # by name, what this router had placed included
-        self._own: Mapping[str, int] = {}  # by name, what this router had placed
+        self._then: dict[str, int] = {}  # tokens by name, what this router had placed included
+        self._own: Mapping[str, int] = {}  # tokens by name that this router had placed
         self._fullest = 0  # the largest load in `_then`
 
     def ask(self, pipeline: Pipeline) -> Callable[[Answers], None]:

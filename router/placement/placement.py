@@ -30,7 +30,9 @@ from router.placement.standalone_placement import StandalonePlacement
 from router.placement.types import KvGroup, Mode, Placed, PlacementRequest
 
 MAX_VIEWS = 3  # of the membership, for one placement
-_DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
+_DECISIONS = [
+    (prefills, by) for prefills in ("prefill_worker", "decode_worker") for by in ("redis", "router")
+]
 _REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
 
 
@@ -120,7 +122,7 @@ class Placement:
         return placed
 
     async def _place(self, request: PlacementRequest, *, ask: bool) -> Placed:
-        """`ask`: Redis, if it answers."""
+        """`ask`: whether Redis is called, if it answers."""
         listed, replaces = False, b""
         unheld: list[int] = []
         try:
@@ -152,7 +154,7 @@ class Placement:
         finally:
             # What no later call has replaced, and this router does not add by itself, is taken off.
             for number in unheld:
-                self.settlement.end_placement(number, heard=False)
+                self.settlement.end_placement(number, answered=False)
 
     def _check_roles(self, request: PlacementRequest) -> None:
         """Raises UnavailableError when a role that is needed has no worker."""
@@ -174,23 +176,23 @@ class Placement:
     ) -> Placed | Unplaced | Decision:
         """A Decision: it is charged at a worker that this router cannot read. Then the call's number is added to
         `unheld`: until it ends, the settlement leaves the charge to the next call for this placement."""
-        number, heard = self.settlement.begin_placement(request.transfer_id), False
+        number, answered = self.settlement.begin_placement(request.transfer_id), False
         run, ended = self.settlement.run, True
         try:
             decision = await self.script(request, candidates, matched, run, number, replaces)
             placed = decision if isinstance(decision, Unplaced) else await self._placed(decision)
-            heard, ended = True, not isinstance(placed, Decision)
+            answered, ended = True, not isinstance(placed, Decision)
             if isinstance(placed, Placed):
                 # A run that was lost meanwhile is not the one that the charge is in.
                 self._charge(request, placed, in_redis=run == self.settlement.run)
                 if self.index is not None:
                     self.index.record(request, placed)
         except OverloadedError:
-            heard = True
+            answered = True
             raise
         finally:
             if ended:
-                self.settlement.end_placement(number, heard=heard)
+                self.settlement.end_placement(number, answered=answered)
             else:
                 unheld.append(number)
         return placed

@@ -30,8 +30,8 @@ local function zone_of(i)
   return zones[i]
 end
 
--- Where pairs far apart cost more: seconds of a token's hand-off between the nearest (whom it is paired with is not known yet)
--- and between the farthest.
+-- Seconds of a token's hand-off between the nearest workers (the other worker of the pair is not known yet), and between the
+-- farthest.
 local fast, slow = math.max(unpack(bandwidths, 1, 5)), math.min(unpack(bandwidths, 1, 5))
 local ship_rate, far_rate = token_bytes / fast, token_bytes / slow
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end

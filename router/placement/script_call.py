@@ -44,7 +44,7 @@ class ScriptLine:
         self._opening = asyncio.Lock()
 
     @property
-    def now(self) -> _Line | None:
+    def current(self) -> _Line | None:
         """The connection, if it is open and leads to the server that has the keys."""
         line = self._line
         if line is not None and line.open and line.replaced():
@@ -53,7 +53,7 @@ class ScriptLine:
 
     async def open(self) -> _Line:
         async with self._opening:
-            line = self.now
+            line = self.current
             if line is None:
                 self._line = line = await _Line.to_redis(self._pool, self._on_unanswered)
             return line
@@ -76,7 +76,7 @@ class ScriptCall:
         """The script's answer. Raises redis.RedisError, OSError, or TimeoutError after `seconds`."""
         rest = (len(keys), *keys, *arguments)
         packed = hiredis.pack_command(("EVALSHA", self._sha, *rest))  # type: ignore[arg-type]
-        line = self._connection.now
+        line = self._connection.current
         if line is not None:
             try:
                 return await line.ask(packed, seconds)
@@ -100,7 +100,7 @@ class ScriptCall:
     ) -> bool:
         """Call without waiting for the answer, before any later call of this connection. `failed`: it was not executed, as
         far as is known. Returns False, and calls nothing, while there is no connection."""
-        line, rest = self._connection.now, (len(keys), *keys, *arguments)
+        line, rest = self._connection.current, (len(keys), *keys, *arguments)
         if line is None:
             return False
 

@@ -107,7 +107,7 @@ if dead then
   local at, left = 0, {}
   repeat
     local step = redis.pcall('HSCAN', table, at, 'COUNT', SWEPT)
-    if step.err then  -- no hash: nobody's charges
+    if step.err then  -- no hash: it holds no charges
       call('DEL', table)
       break
     end

@@ -41,13 +41,13 @@ class Calls:
         self.run = run
         self._next = 1
         self._awaited: dict[int, bytes] = {}
-        self._unheard: dict[int, bytes] = {}  # given up: Redis may have charged them, or may still
+        self._unanswered: dict[int, bytes] = {}  # given up: Redis may have charged them, or may still
         self._settled = 0
 
     def restart(self, run: int) -> None:
         """Numbers go on: a placement of the run before may still be awaited."""
         self.run = run
-        self._unheard.clear()
+        self._unanswered.clear()
 
     def begin(self, transfer_id: bytes) -> int:
         """Begin a placement; returns its number, to be passed to `end`."""
@@ -55,10 +55,10 @@ class Calls:
         self._awaited[number] = transfer_id
         return number
 
-    def end(self, number: int, *, heard: bool) -> None:
+    def end(self, number: int, *, answered: bool) -> None:
         transfer_id = self._awaited.pop(number, None)
-        if transfer_id is not None and not heard:
-            self._unheard[number] = transfer_id
+        if transfer_id is not None and not answered:
+            self._unanswered[number] = transfer_id
 
     @property
     def in_flight(self) -> frozenset[bytes]:
@@ -66,9 +66,9 @@ class Calls:
         return frozenset(self._awaited.values())
 
     @property
-    def unheard(self) -> list[bytes]:
+    def unanswered(self) -> list[bytes]:
         """Transfer ids of the placements that were given up and that Redis may still charge."""
-        return list(self._unheard.values())
+        return list(self._unanswered.values())
 
     def settle(self) -> tuple[int, int, int]:
         """(run, number of the next call, oldest placement still awaited): Redis charges no older one that arrives late."""
@@ -77,7 +77,7 @@ class Calls:
 
     def void_below(self, oldest: int) -> None:
         """Redis charges no placement before this one any more."""
-        self._unheard = {number: one for number, one in self._unheard.items() if number >= oldest}
+        self._unanswered = {number: one for number, one in self._unanswered.items() if number >= oldest}
 
 
 class Settlement:
@@ -132,10 +132,10 @@ class Settlement:
         """Returns the number of the call, which goes to `end_placement`."""
         return self._calls.begin(transfer_id)
 
-    def end_placement(self, number: int, *, heard: bool) -> None:
-        """`heard`: Redis has answered. Otherwise it may have charged the placement, or may do so later."""
-        self._calls.end(number, heard=heard)
-        if not heard:
+    def end_placement(self, number: int, *, answered: bool) -> None:
+        """`answered`: Redis has answered. Otherwise it may have charged the placement, or may do so later."""
+        self._calls.end(number, answered=answered)
+        if not answered:
             self._dirty.set()
 
     async def settle(self) -> None:
@@ -154,7 +154,7 @@ class Settlement:
             self._dirty.set()
 
     async def _settle(self) -> None:
-        for transfer_id in self._calls.unheard:
+        for transfer_id in self._calls.unanswered:
             if transfer_id not in self._charges:
                 self._charges.disown(transfer_id)
         changes = self._charges.changes()
@@ -177,7 +177,7 @@ class Settlement:
                 "%d charges in Redis could not be read; what they added to the load stays until the workers restart",
                 skipped,
             )
-        if more or self._charges.pending or self._calls.unheard or self._walk.under_way:
+        if more or self._charges.pending or self._calls.unanswered or self._walk.under_way:
             self._dirty.set()
 
     def _take_new_run(self, status: int) -> None:
@@ -213,7 +213,7 @@ class Settlement:
 
 
 def _is_settlement(answer: object) -> bool:
-    """status, fields skipped, whether there is more, the walk's cursor, transfer ids"""
+    """Whether it is a list of status, fields skipped, whether there is more, the walk's cursor, and transfer ids."""
     return (
         isinstance(answer, list)
         and len(answer) >= 4

@@ -70,6 +70,7 @@ class StandalonePlacement:
         among = self._least_loaded(workers)
         light = min((self._rng.choice(among), self._rng.choice(among)), key=self._load)
         holder = self._holder(by_id, chain)
+        # 8 bytes of the chain stand for a block: with blocks of 16 tokens they are half of the prompt's tokens.
         if holder is None or self._load(holder) > 2 * self._load(light) + len(chain):
             return light
         return holder

@@ -1,4 +1,4 @@
-"""What placement is asked and what it answers."""
+"""A placement's request and result, and the reasons against workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reason(StrEnum):
     SUSPECT = "its lease is overdue"
     DEAD = "its lease has run out"
     KV_GROUP = "its model or KV layout differs from the request's"
-    LINK = "it and this router speak no common version of the link"
+    LINK = "it and this router have no common version of the link"
     # Exclusions of one request
     SILENT = "this router received nothing from it lately"
     REFUSED = "it had no room for this request"
@@ -63,7 +63,7 @@ class PlacementRequest:
     ends_at_prefill: bool = False  # without a hand-off, unless a decode worker prefills
 
     def decode_tokens(self, *, local: bool) -> int:
-        """Those that come to live at the decode worker. `local`: it prefills."""
+        """Tokens that will be resident at the decode worker. `local`: it prefills."""
         return 0 if self.ends_at_prefill and not local else self.token_count + self.output_tokens
 
 

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     told: dict[str, Any] = json.load(sys.stdin)
-    # Until it serves; then the end of the link says so.
-    # Not between fork and exec, where another thread of the parent may hold a lock
+    # The parent's death ends this process until it serves; from then on the end of the link drains it. Set here and not
+    # between fork and exec, where another thread of the parent may hold a lock.
     die_with_parent()
     if os.getppid() != told["parent"]:
         raise SystemExit("the router's parent process has ended")

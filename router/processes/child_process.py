@@ -29,7 +29,7 @@ class ChildProcess:
     """`start`, then `wait` until it has ended."""
 
     def __init__(self, index: int, config: RouterConfig, encoded: Encoded):
-        """`encoded`: the metrics of the whole router, for those who ask this process."""
+        """`encoded`: the metrics of the whole router, which clients may request from this process."""
         self.index = index
         self.began = time.monotonic()
         self._config = config

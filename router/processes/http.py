@@ -21,7 +21,7 @@ from router.frontends.http.protocol import LimitedProtocol
 from router.listening import accepted_all
 from router.processes.member import Member
 
-# For a process with fewer connections to accept first: it wakes for the same connection.
+# A process with more connections than another one waits so long: both wake for a new connection, and the other accepts it.
 BEHIND_SECONDS = 0.002
 
 

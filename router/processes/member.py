@@ -13,10 +13,10 @@ from router.processes.parent_link import ParentLink
 from router.processes.readiness import why_not_ready
 from router.processes.tallies import shared_tallies
 
-# Connections more than the process with the fewest, before others are let accept first.
+# With more connections than these beyond another process's, a process lets that one accept first.
 SLACK_CONNECTIONS = 2
 
-# A process closes within this time once the drain limit has passed: it ends streams, its loops, and its clients of Redis.
+# In which a process closes once the drain limit has passed: it ends streams, its loops, and its clients of Redis.
 CLOSE_SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""Memory that the processes of a router share: counts of what each of them holds, and how it does.
+"""Memory that the processes of a router share: counts of what each of them holds, and its readiness.
 
     slot 0 │ slot 1 │ …          slot = figures │ status │ keys of tenants │ their requests │ their bytes
 

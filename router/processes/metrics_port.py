@@ -70,7 +70,7 @@ class MetricsPort:
 
     def close(self) -> None:
         self._server.close()
-        self._loop.call_soon_threadsafe(lambda: self._timer.cancel())  # noqa: PLW0108 - the one of then
+        self._loop.call_soon_threadsafe(lambda: self._timer.cancel())  # noqa: PLW0108 - `_turn` replaces the timer
 
 
 async def _merged(metrics: MergedMetrics) -> Sequence[Metric]:

@@ -165,7 +165,7 @@ class RouterProcesses:
         self._changed()
 
     def _silent(self, child: ChildProcess) -> bool:
-        """Also before its first beat: it holds no request."""
+        """Whether its last beat is too old, or none has come; before the first one it holds no request."""
         silent = self._memory.slot(child.index).silent_seconds()
         return silent is None or silent > SUSPECT_SECONDS
 

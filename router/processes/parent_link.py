@@ -72,7 +72,7 @@ class ParentLink:
                 self._received(loop, message)
         except Exception:
             log.exception("the link to this router's parent has failed")
-        finally:  # the parent is gone, or a mistake: without the link this process cannot go on
+        finally:  # the parent is gone, or reading has failed: without the link this process cannot go on
             for event in (self.ended, self.drain_wanted, self.stop_wanted):
                 _call(loop, event.set)
 

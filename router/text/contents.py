@@ -187,7 +187,7 @@ class Contents:
         return text
 
     def settled(self, text: str, mark: str) -> Rendered:
-        """A rendered text of marked values: without the marks if the same special tokens are found without them.
+        """The rendered text of marked values, without the marks if it has the same special tokens without them.
 
         Raises InvalidRequestError if only the tokenizer's normalizer makes one, of several texts.
         """
@@ -305,7 +305,7 @@ def _named_texts(named: Iterable[tuple[str, Any]], keys: Collection[str]) -> Ite
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, by the batch function: only those release the interpreter lock."""
+    """Token ids of a text, by the batch function, because only batch functions release the interpreter lock."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 

@@ -33,7 +33,7 @@ class TokenPieces:
         self._known: dict[int, bytes] = {}  # by token id: no larger than the vocabulary
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Those of all tokens of a text, joined, are the text's UTF-8. b"" for an id without a token."""
+        """The bytes of a token; b"" for an id without one. The bytes of a text's tokens, joined, are its UTF-8."""
         known = self._known.get(token_id)
         if known is None:
             piece = self._tokenizer.id_to_token(token_id)

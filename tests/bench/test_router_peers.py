@@ -30,7 +30,7 @@ def stub(tmp_path, request) -> Iterator[Running]:
         *getattr(request, "param", ()),
     ]
     with router_peers._process(command, tmp_path / "stub") as process:
-        yield Running(router_peers._said(process), process.running.pid)
+        yield Running(router_peers._printed_address(process), process.running.pid)
 
 
 @pytest.mark.long
@@ -54,7 +54,7 @@ def test_the_table_has_medians_and_ranges() -> None:
     assert list(router_peers.table({"one": rows, "two": rows})) == [
         "| | one | two |",
         "|---|---:|---:|",
-        "| µs a token | 2 (1–3) | 2 (1–3) |",
-        "| µs a request | 1,500 (1,500–1,500) | 1,500 (1,500–1,500) |",
+        "| µs per token | 2 (1–3) | 2 (1–3) |",
+        "| µs per request | 1,500 (1,500–1,500) | 1,500 (1,500–1,500) |",
         "| TTFT p50, ms | 1.12 (1–1.25) | 1.12 (1–1.25) |",
     ]

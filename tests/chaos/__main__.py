@@ -89,7 +89,7 @@ def main(
             plan = Plan(seed, first, faults, names, baton_clients, openai_clients, form, processes, out)
             run(Path(scratch), plan, on_result)
     if any(result.wrong for result in done):
-        done = look_again(out, seed, done, form)
+        done = judge_again(out, seed, done, form)
     for sheet in sheets(done):
         console.print(sheet.shown())
     (out / "report.md").write_text("\n".join(sheet.markdown() for sheet in sheets(done)))
@@ -98,8 +98,8 @@ def main(
         raise typer.Exit(1)
 
 
-def look_again(out: Path, seed: str, done: list[Result], form: Form) -> list[Result]:
-    """With the judge of today: a run may have begun with another one."""
+def judge_again(out: Path, seed: str, done: list[Result], form: Form) -> list[Result]:
+    """Results of all faults, streams with wrong tokens compared once more: the comparison may have changed since."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         model = form.checkpoint(Path(scratch) / "model")
         for result in judged_again(out / EVIDENCE, seed, model, done, form.gap):

@@ -168,7 +168,7 @@ class Campaign:
 def _miscounted(stream: Stream) -> tuple[int, int]:
     """Tokens lost and doubled: by their number at the end, or by the position at which the client refused."""
     if stream.outcome == "done":
-        surplus = len(stream.tokens) - stream.ask.max_tokens
+        surplus = len(stream.tokens) - stream.request.max_tokens
         return max(0, -surplus), max(0, surplus)
     refused = _POSITIONS.search(stream.problem)
     if refused is None:

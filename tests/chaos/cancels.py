@@ -27,7 +27,7 @@ from baton.client import AsyncClient
 from cluster.errors import BatonError
 from tests.chaos.chaos_cluster import run_chaos_cluster
 from tests.chaos.invariants import QUIET_SECONDS, look
-from tests.chaos.requests import Ask, draw_ask
+from tests.chaos.requests import Request, draw_request
 from tests.chaos.results import percentile
 from tests.chaos.target import Target
 from tests.harness.bounds import RECLAIM_SECONDS
@@ -35,7 +35,7 @@ from tests.harness.checkpoints import make_checkpoint
 
 LONGEST_SECONDS = 1.0  # of a stream's life
 SPREAD_SECONDS = 0.1  # of a round's cancels
-STATUS_SECONDS = 1.0  # workers tell every 0.5 s, routers read every 0.25 s
+STATUS_SECONDS = 1.0  # workers publish every 0.5 s, routers read every 0.25 s
 LOOK_SECONDS = 0.05
 OUT = Path("out/cancels")
 console = Console(width=150, highlight=False)
@@ -43,7 +43,7 @@ console = Console(width=150, highlight=False)
 
 @dataclass
 class Round:
-    """What one round has seen."""
+    """Counts and times of one round."""
 
     seed: str
     number: int
@@ -66,34 +66,34 @@ class _Crowd:
 
 
 async def run_cancels(
-    target: Target, seed: str, number: int, together: int, patience_seconds: float = QUIET_SECONDS
+    target: Target, seed: str, number: int, together: int, wait_seconds: float = QUIET_SECONDS
 ) -> Round:
-    """One round. What is still held after `patience_seconds` has leaked."""
+    """One round. What is still held after `wait_seconds` has leaked."""
     rng = random.Random(f"cancels:{seed}:{number}")
     began = time.monotonic()
     async with AsyncClient(target.grpc) as client:
         crowd = _Crowd(Round(seed, number), client)
         streams = []
         for _ in range(together):
-            ask = draw_ask(rng)
+            request = draw_request(rng)
             # Most of what can go wrong lies in the first milliseconds: queue, reservation, parts, commit.
             life = rng.choice(
                 (rng.uniform(0.0, 0.02), rng.uniform(0.0, 0.2), rng.uniform(0.0, LONGEST_SECONDS))
             )
-            streams.append(_one(crowd, ask, life, rng.uniform(0.0, SPREAD_SECONDS)))
+            streams.append(_one(crowd, request, life, rng.uniform(0.0, SPREAD_SECONDS)))
         await asyncio.gather(*streams)
     seen = crowd.round
     if seen.cancelled:
-        await _reclaimed(target, crowd, patience_seconds)
+        await _reclaimed(target, crowd, wait_seconds)
     seen.seconds = time.monotonic() - began
     return seen
 
 
-async def _one(crowd: _Crowd, ask: Ask, life_seconds: float, late_seconds: float) -> None:
+async def _one(crowd: _Crowd, request: Request, life_seconds: float, late_seconds: float) -> None:
     await asyncio.sleep(LONGEST_SECONDS - life_seconds + late_seconds)
     seen, tokens = crowd.round, 0
     cancelled_at = time.monotonic() + life_seconds
-    stream = crowd.client.stream(ask.prompt, timeout_seconds=60.0, **ask.options())
+    stream = crowd.client.stream(request.prompt, timeout_seconds=60.0, **request.options())
     try:
         async with asyncio.timeout(life_seconds), stream:
             async for chunk in stream:
@@ -108,8 +108,8 @@ async def _one(crowd: _Crowd, ask: Ask, life_seconds: float, late_seconds: float
     seen.tokens += tokens
 
 
-async def _reclaimed(target: Target, crowd: _Crowd, patience_seconds: float) -> None:
-    """Waits until nothing is held; what still is after `patience_seconds` has leaked."""
+async def _reclaimed(target: Target, crowd: _Crowd, wait_seconds: float) -> None:
+    """Waits until nothing is held; what still is after `wait_seconds` has leaked."""
     seen, since = crowd.round, crowd.first_cancel
     fresh, clean = time.monotonic() + STATUS_SECONDS, 0.0
     while True:
@@ -123,7 +123,7 @@ async def _reclaimed(target: Target, crowd: _Crowd, patience_seconds: float) -> 
         seen.reclaimed_seconds = (clean or now) - since
         if clean and now >= fresh:
             return
-        if now - since > patience_seconds + STATUS_SECONDS:
+        if now - since > wait_seconds + STATUS_SECONDS:
             seen.leaks = found
             return
         await asyncio.sleep(LOOK_SECONDS)

@@ -58,8 +58,8 @@ def run_chaos_cluster(
         store = ("--redis-url", servers.url) if servers is not None else ()
         # Only while it starts: our own clients must not go through the proxy.
         with _environment({**environment, **network.environment}):
-            # Orphans are found by their command lines.
             flags = (*FLAGS, *form.flags, *counts, *store)
+            # Not forked: orphans are found by their command lines.
             running = run_cluster(directory / "cluster", model, *flags, forked=False)
             cluster = stack.enter_context(running)
         target = Target(directory / "cluster" / "state.json", replicas, orders, form.ranks, processes)

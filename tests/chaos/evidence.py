@@ -8,14 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.chaos.checker import judge_stream
-from tests.chaos.requests import Ask
+from tests.chaos.requests import Request
 from tests.chaos.results import Result
 from tests.chaos.streams import Stream
 from tests.harness.exactness import GAP
 
 
 def keep(file: Path, run: str, number: int, stream: Stream) -> None:
-    """`run` is its seed, `number` the fault's."""
+    """Append the stream to the file. `run`: the run's seed; `number`: the fault's."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps({"run": run, "number": number, "stream": asdict(stream)}) + "\n")
@@ -24,7 +24,7 @@ def keep(file: Path, run: str, number: int, stream: Stream) -> None:
 def judged_again(
     file: Path, run: str, model: Path, results: Sequence[Result], gap: float = GAP
 ) -> list[Result]:
-    """Results that had wrong tokens, as they are judged now; only those that changed."""
+    """Results with wrong tokens, compared with the reference once more; only those that changed."""
     kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     changed = []
     for result in results:
@@ -35,7 +35,7 @@ def judged_again(
             if (one["run"], one["number"]) != (run, result.number):
                 continue
             stream, before = one["stream"], one["stream"]["verdict"]
-            now = judge_stream(model, Ask(**stream["ask"]), stream["tokens"], stream["seed"], gap)
+            now = judge_stream(model, Request(**stream["request"]), stream["tokens"], stream["seed"], gap)
             wrong, near_ties = wrong + len(now.wrong), near_ties + now.near_ties - before["near_ties"]
         if wrong < result.wrong:
             changed.append(replace(result, wrong=wrong, near_ties=near_ties))

@@ -1,4 +1,4 @@
-"""Fault injection: what is done to which process, and what ran there."""
+"""Injects faults: signals, orders at named points, cuts of the network, faults of Redis and of clients."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class FaultInjector:
         self._redis = redis
 
     async def inject(self, fault: Fault) -> InjectedFault | None:
-        """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
-        and nothing was done."""
+        """Return once the fault is injected; a stop or a cut, once it has ended. None: no request was at its point or
+        victim, and nothing was done."""
         await asyncio.sleep(fault.delay_seconds)
         acts = {
             "attach": self._attach,
@@ -82,7 +82,7 @@ class FaultInjector:
         """The first process that passes the point for the `at`-th time fails."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
-        # Now: one that is killed there may have a successor when we notice it.
+        # Read now: a router that is killed there may have a successor before the record of it is read.
         before = self._target.state()["router"]
         (self._orders / "injected.jsonl").unlink(missing_ok=True)
         give_orders(self._orders, [order])
@@ -108,7 +108,8 @@ class FaultInjector:
         )
 
     async def _carried_out(self, name: str, deadline: float, fault: Fault) -> orders.InjectedFault | None:
-        """A point that only cancelled requests pass is not reached without help: few end during their hand-off."""
+        """Wait for the record of the order. Requests are cancelled where only cancelled ones pass the point: too few
+        others end during their hand-off."""
         while asyncio.get_running_loop().time() < deadline:
             if (done := self._injected(name)) is not None:
                 return done
@@ -149,7 +150,7 @@ class FaultInjector:
         """Empty while no request is in flight there."""
         live = self._workload.live
         pids = sorted(self._target.pids(fault.row.role))
-        if not live or fault.row.everyone or fault.row.role == "redis":
+        if not live or fault.row.all_of_role or fault.row.role == "redis":
             return pids if live else []
         if fault.row.role in ("router", "process"):
             return [fault.rng.choice(pids)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.chaos.samples import Sample
 
-RSS_SHARE, RSS_BYTES = 0.05, 12 << 20  # allocators breathe
+RSS_SHARE, RSS_BYTES = 0.05, 12 << 20  # allocators keep freed memory for a while
 COUNT_SHARE, COUNT = 0.05, 6
 REDIS_SHARE, REDIS_BYTES = 0.10, 2 << 20
 

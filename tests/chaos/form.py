@@ -41,12 +41,12 @@ class Form:
 
     @property
     def gap(self) -> float:
-        """Of logits, below which the reference counts as undecided."""
+        """The difference of logits below which the reference counts as undecided."""
         return MIXED_GAP if self.mixed else GAP
 
     @property
     def least_same(self) -> float:
-        """Of all tokens, the least share that equals the reference's."""
+        """The least share of all tokens that equals the reference's."""
         return MIN_SAME if self.mixed else 0.0
 
     def checkpoint(self, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What must be true once no request runs: no blocks held, no slots in doubt, no stray processes."""
+"""What must be true once no request runs: no blocks held, no slots in doubt, no orphans."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ async def _workers(target: Target) -> list[str]:
         if view["router"]["requests_in_flight"]:
             found.append(f"{view['router']['id']}: {view['router']['requests_in_flight']} streams open")
     expected = {one["id"] for role in ROLES for one in state[role]}
-    told = {worker["id"]: worker["status"] for worker in views[0]["workers"] if worker["lease"] == "live"}
+    statuses = {worker["id"]: worker["status"] for worker in views[0]["workers"] if worker["lease"] == "live"}
     for worker_id in expected:
-        if worker_id not in told:
+        if worker_id not in statuses:
             found.append(f"{worker_id}: no status")
         else:
-            found += [f"{worker_id}: {wrong}" for wrong in _worker(told[worker_id])]
+            found += [f"{worker_id}: {wrong}" for wrong in _worker(statuses[worker_id])]
     return found
 
 
@@ -88,8 +88,8 @@ def _reservations(url: str) -> list[str]:
 
 
 def _processes(target: Target) -> list[str]:
-    """Fail on orphans: processes of this cluster, found by the directory on their command line, that the parent does not
-    know, and ranks, found by their order directory, that are no children of a known process."""
+    """Orphans: processes of this cluster, found by the directory on their command line, that are not in its state file,
+    and ranks, found by their order directory, whose parent is not."""
     state = target.state()
     directory = str(Path(state["logs"]).parent)
     known = {state["pid"], state["redis"]["pid"]}

@@ -1,6 +1,7 @@
-"""Times at which routers gave up attempts, read from their logs: a recovery is that time plus the recomputation.
+"""Times at which routers gave up attempts, read from their logs.
 
-A Baton client sees the sum only. On a machine that is short of processors the second part may be the longer one.
+The recovery that a Baton client measures is that time plus the recomputation, which may be the longer part on a machine
+that is short of processors.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cluster.faults.points import Point
 from tests.chaos.results import Result, percentile
-from tests.chaos.rows import MATRIX, ROWS, SHORT, SPOKEN
+from tests.chaos.rows import MATRIX, MESSAGES, ROWS, SHORT
 
 _TEXT = ("fault", "row", "point", "how")
 _COLUMNS = (
@@ -110,7 +110,7 @@ def by_point(results: Iterable[Result]) -> Sheet:
 def point_hits(results: Iterable[Result]) -> dict[str, Counter[str]]:
     """By point, kind of message, direction of a cut, and what was done there; those never hit too."""
     acts: dict[str, Counter[str]] = {point.value: Counter() for point in Point}
-    acts |= {f"message.{kind}": Counter() for kind in SPOKEN}
+    acts |= {f"message.{kind}": Counter() for kind in MESSAGES}
     for one in results:
         if one.fault not in ROWS:
             continue

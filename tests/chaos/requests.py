@@ -13,7 +13,7 @@ SHARED_PREFIXES = 4
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     prompt: list[int]
     max_tokens: int
     temperature: float
@@ -44,7 +44,7 @@ class Ask:
         return chosen
 
 
-def draw_ask(rng: random.Random, *, need_seed: bool = False) -> Ask:
+def draw_request(rng: random.Random, *, need_seed: bool = False) -> Request:
     prefix: list[int] = []
     if rng.random() < 0.6:
         shared = random.Random(rng.randrange(SHARED_PREFIXES))
@@ -52,13 +52,13 @@ def draw_ask(rng: random.Random, *, need_seed: bool = False) -> Ask:
     prompt = prefix + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 120))]
     length = rng.choice((rng.randrange(1, 20), rng.randrange(100, 300), rng.randrange(300, 600)))
     if rng.random() < 0.5:
-        return Ask(prompt, length, 0.0, 1.0, 0, rng.randrange(2**32) if need_seed else None)
+        return Request(prompt, length, 0.0, 1.0, 0, rng.randrange(2**32) if need_seed else None)
     seed = rng.randrange(2**32) if need_seed or rng.random() < 0.6 else None
     top_p, top_k = rng.choice(((1.0, 0), (0.9, 0), (1.0, 40), (0.95, 50)))
-    return Ask(prompt, length, rng.choice((0.7, 1.0, 1.2)), top_p, top_k, seed)
+    return Request(prompt, length, rng.choice((0.7, 1.0, 1.2)), top_p, top_k, seed)
 
 
-def draw_long_ask(rng: random.Random) -> Ask:
+def draw_long_request(rng: random.Random) -> Request:
     """Some hundred tokens in, many hundreds out: what fills a decode worker."""
     prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(150, 300))]
-    return Ask(prompt, rng.randrange(450, 600), 0.0, 1.0, 0, None)
+    return Request(prompt, rng.randrange(450, 600), 0.0, 1.0, 0, None)

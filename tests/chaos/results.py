@@ -47,7 +47,7 @@ def append(path: Path, result: Result) -> None:
 
 
 def read(path: Path, seed: str) -> list[Result]:
-    """Those of a seed, by number; the last word on a number counts."""
+    """Results of a seed, by number; of several lines with one number the last counts."""
     if not path.exists():
         return []
     lines = (json.loads(line) for line in path.read_text().splitlines())

@@ -1,5 +1,5 @@
-"""The kinds of faults, and the deck that a seed shuffles: every card comes once per round, so every point is hit
-equally."""
+"""The kinds of faults, and the deck that a seed shuffles: every card is drawn once per round, so every point is hit
+equally often."""
 
 from __future__ import annotations
 
@@ -61,12 +61,11 @@ OFTEN = {
     Point.LINK_FRAME.value: 200,
 }
 SOMETIMES = 3
-# The bytes themselves are a message over gRPC only, and here NIXL moves them.
-# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or delayed.
+# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or delayed. `part` is not
+# among them: a part is a message over gRPC only, and here NIXL writes it.
 # `drained` and `abort` are never dropped: the stream delivers them in order, or breaks and they are sent again.
 DROPPABLE = ("reserve", "slot_request", "finish", "reserve_reply", "slot_grant", "part_result", "committed")
-MESSAGES = (*DROPPABLE, "abort", "drained", "aborted", "part")
-SPOKEN = tuple(kind for kind in MESSAGES if kind != "part")
+MESSAGES = (*DROPPABLE, "abort", "drained", "aborted")
 
 
 def _names(*points: Point) -> tuple[str, ...]:
@@ -85,7 +84,7 @@ class Row:
     matrix: str = ""
     points: tuple[str, ...] = (ANY_MOMENT,)
     choose: tuple[str, ...] = ()
-    everyone: bool = False
+    all_of_role: bool = False  # every process of the role is a victim
     bound_seconds: float | None = KILL_SECONDS
     cards: int = 1  # per point and round; 0: drawn only if requested by name
     rank: bool = False  # the victim is a further rank of a tensor-parallel worker, not its leader
@@ -188,8 +187,8 @@ ROWS: dict[str, Row] = {
     "stop router": Row("router", "stop", bound_seconds=STOP_SECONDS),
     "kill redis": Row("redis", "kill", REDIS),
     "stop redis": Row("redis", "stop", REDIS, bound_seconds=STOP_SECONDS),
-    "kill all prefill": Row("prefill", "kill", P_BEFORE, everyone=True),
-    "kill all decode": Row("decode", "kill", D_DECODING, everyone=True, bound_seconds=None),
+    "kill all prefill": Row("prefill", "kill", P_BEFORE, all_of_role=True),
+    "kill all decode": Row("decode", "kill", D_DECODING, all_of_role=True, bound_seconds=None),
     "cancel": Row("client", "cancel", CLIENT),
     "crowd": Row("client", "crowd", SHORT, bound_seconds=None),
     "corrupt": Row("decode", "corrupt", DIGEST, _names(Point.LANDING_LANDED)),
@@ -197,9 +196,9 @@ ROWS: dict[str, Row] = {
     # hand-off's own deadline (10 s without progress).
     "drop message": Row("pair", "drop", LATE, choose=_messages(*DROPPABLE), bound_seconds=12.0),
     "double message": Row(
-        "pair", "twice", LATE, choose=(*_messages(*SPOKEN), *_names(Point.LANDING_SCATTERED))
+        "pair", "twice", LATE, choose=(*_messages(*MESSAGES), *_names(Point.LANDING_SCATTERED))
     ),
-    "late message": Row("pair", "delay", LATE, choose=_messages(*SPOKEN), bound_seconds=STOP_SECONDS),
+    "late message": Row("pair", "delay", LATE, choose=_messages(*MESSAGES), bound_seconds=STOP_SECONDS),
     "stall": Row(
         "pair",
         "delay",
@@ -214,7 +213,7 @@ ROWS: dict[str, Row] = {
     **_BEHIND_SENTINELS,
     **_IN_CLUSTER,
     **_PROCESSES,
-    # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
+    # No fault: silences that the machine alone causes, which are part of the other rows' recoveries. Not in the deck.
     "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
 }
 
@@ -225,7 +224,7 @@ class Fault:
     name: str
     row: Row
     point: str
-    at: int  # the how manieth passage of the point
+    at: int  # the passage of the point at which it is injected, from 1
     delay_seconds: float  # after a request was seen in flight
     hold_seconds: float  # of a stop, a cut, a delay
     way: str  # of a cut
@@ -282,7 +281,7 @@ def draw_fault(seed: str, number: int, names: Sequence[str]) -> Fault:
     if row.choose:
         point = rng.choice(row.choose)
     at = 1 + rng.randrange(OFTEN.get(point, SOMETIMES))
-    # Short ones go unnoticed, middling ones make suspect, long ones are lost and fenced.
+    # Short ones have no consequence; middling ones make the victim suspect; long ones make it lost and fenced.
     hold = rng.choice((rng.uniform(0.2, 1.5), rng.uniform(2.2, 4.0), rng.uniform(6.0, 9.0)))
     if row.act == "delay":
         hold = rng.choice((rng.uniform(0.01, 0.2), rng.uniform(0.2, 2.0)))

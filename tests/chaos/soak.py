@@ -50,7 +50,7 @@ KINDS = (
     "cut router–prefill",
     "cut router–decode",
 )
-DISTINCT_ASKS = 120
+DISTINCT_REQUESTS = 120
 SAMPLE_SECONDS = 2.0
 console = Console(width=150, highlight=False)
 
@@ -101,7 +101,7 @@ async def _soak(
         baton_clients=4,
         openai_clients=2,
         seed=f"soak:{seed}",
-        distinct_asks=DISTINCT_ASKS,
+        distinct_requests=DISTINCT_REQUESTS,
     )
     sampler = Sampler(cluster.target)
     until = time.monotonic() + seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tests.chaos.checker import Verdict
-from tests.chaos.requests import Ask
+from tests.chaos.requests import Request
 
 Kind = Literal["baton", "openai"]
 Outcome = Literal["running", "done", "cancelled", "error"]
@@ -25,7 +25,7 @@ class Silence:
 @dataclass(eq=False)
 class Stream:
     kind: Kind
-    ask: Ask
+    request: Request
     router: str = ""  # the one router of an OpenAI client
     request_id: str = field(default_factory=lambda: f"chaos-{secrets.token_hex(12)}")
     started: float = field(default_factory=time.monotonic)

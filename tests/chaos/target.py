@@ -79,7 +79,7 @@ class Target:
         return [answer.json() for answer in answers]
 
     async def total(self, field: str) -> int:
-        """Of all live workers' statuses; a worker that died takes its share with it."""
+        """The sum of a field of all live workers' statuses; counts of a worker that died are not in it."""
         view = (await self.views())[0]
         return sum(int(one["status"].get(field, 0)) for one in view["workers"] if one["lease"] == "live")
 
@@ -127,7 +127,7 @@ class Target:
 
 
 async def poll(check: Any, seconds: float, pause_seconds: float = 0.1) -> str:
-    """Calls `check` until it finds nothing wrong; its last word when the time is over."""
+    """Call `check` until it returns "", for `seconds` at most. Returns its last answer: what is wrong, or ""."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
         try:

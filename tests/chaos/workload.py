@@ -13,7 +13,7 @@ import openai
 from baton.client import AsyncClient
 from cluster.errors import BatonError
 from tests.chaos.checker import Checker
-from tests.chaos.requests import Ask, draw_ask, draw_long_ask
+from tests.chaos.requests import Request, draw_long_request, draw_request
 from tests.chaos.streams import Stream
 
 REQUEST_SECONDS = 90.0
@@ -32,13 +32,13 @@ class Workload:
         baton_clients: int,
         openai_clients: int,
         seed: str,
-        distinct_asks: int = 0,
+        distinct_requests: int = 0,
     ):
-        """`distinct_asks`: how many different requests there are; 0 = every one is new."""
+        """`distinct_requests`: how many different requests there are; 0 = every one is new."""
         self._grpc, self._http, self._checker = list(grpc), list(http), checker
         self._counts = (baton_clients, openai_clients)
         self._seed = seed
-        self._distinct = distinct_asks
+        self._distinct = distinct_requests
         self._running = asyncio.Event()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,8 +83,8 @@ class Workload:
     async def crowd(self, rng: random.Random, count: int) -> None:
         """This many long requests more, at once; returns when they have ended."""
         async with AsyncClient(self._grpc) as client:
-            streams = [Stream("baton", draw_long_ask(rng)) for _ in range(count)]
-            await asyncio.gather(*(self._live(one, self._ask_baton(client, one)) for one in streams))
+            streams = [Stream("baton", draw_long_request(rng)) for _ in range(count)]
+            await asyncio.gather(*(self._live(one, self._stream_baton(client, one)) for one in streams))
 
     async def stop(self) -> None:
         self._stopping = True
@@ -94,11 +94,11 @@ class Workload:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.checked()
 
-    def _draw(self, rng: random.Random, *, need_seed: bool) -> Ask:
-        """One of a finite set has a seed of its own: its answer, too, is always the same."""
+    def _draw(self, rng: random.Random, *, need_seed: bool) -> Request:
+        """Draw a request. One of a finite set has a seed of its own, so its answer is the same each time."""
         if self._distinct:
             rng = random.Random(f"{self._seed}:ask:{rng.randrange(self._distinct)}")
-        return draw_ask(rng, need_seed=need_seed)
+        return draw_request(rng, need_seed=need_seed)
 
     async def _baton_client(self, index: int) -> None:
         rng = random.Random(f"{self._seed}:baton:{index}")
@@ -107,7 +107,7 @@ class Workload:
             while not self._stopping:
                 await self._running.wait()
                 stream = Stream("baton", self._draw(rng, need_seed=bool(self._distinct)))
-                await self._live(stream, self._ask_baton(client, stream))
+                await self._live(stream, self._stream_baton(client, stream))
 
     async def _openai_client(self, index: int) -> None:
         rng = random.Random(f"{self._seed}:openai:{index}")
@@ -118,13 +118,13 @@ class Workload:
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             stream = Stream("openai", self._draw(rng, need_seed=True), router=url)
             async with client:
-                await self._live(stream, self._ask_openai(client, stream))
+                await self._live(stream, self._stream_openai(client, stream))
             if stream.outcome == "error":
-                turn += 1  # as people do: try the next one, a little later
+                turn += 1
                 await asyncio.sleep(PAUSE_AFTER_ERROR_SECONDS)
 
-    async def _live(self, stream: Stream, asking: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(asking)
+    async def _live(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self.live.append(stream)
         self._cancels[stream] = task
         try:
@@ -140,13 +140,16 @@ class Workload:
             check.add_done_callback(self._checks.discard)
 
     async def _check(self, stream: Stream) -> None:
-        stream.verdict = await self._checker.check(stream.ask, stream.tokens, stream.seed)
+        stream.verdict = await self._checker.check(stream.request, stream.tokens, stream.seed)
 
-    async def _ask_baton(self, client: AsyncClient, stream: Stream) -> None:
-        ask = stream.ask
+    async def _stream_baton(self, client: AsyncClient, stream: Stream) -> None:
+        request = stream.request
         try:
             async with client.stream(
-                ask.prompt, request_id=stream.request_id, timeout_seconds=REQUEST_SECONDS, **ask.options()
+                request.prompt,
+                request_id=stream.request_id,
+                timeout_seconds=REQUEST_SECONDS,
+                **request.options(),
             ) as answer:
                 async for chunk in answer:
                     stream.workers = answer.worker_ids
@@ -160,21 +163,21 @@ class Workload:
         except BatonError as error:
             stream.end("error", f"{type(error).__name__}: {error}")
 
-    async def _ask_openai(self, client: openai.AsyncOpenAI, stream: Stream) -> None:
-        ask = stream.ask
-        stream.seed = ask.seed
+    async def _stream_openai(self, client: openai.AsyncOpenAI, stream: Stream) -> None:
+        request = stream.request
+        stream.seed = request.seed
         try:
             models = await client.models.list()
             answer = await client.completions.create(
                 model=models.data[0].id,
-                prompt=ask.prompt,
-                max_tokens=ask.max_tokens,
-                temperature=ask.temperature,
-                top_p=ask.top_p,
-                seed=ask.seed,
+                prompt=request.prompt,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
                 stream=True,
                 timeout=REQUEST_SECONDS,
-                extra_body={"ignore_eos": True, "return_token_ids": True, "top_k": ask.top_k},
+                extra_body={"ignore_eos": True, "return_token_ids": True, "top_k": request.top_k},
             )
             async for chunk in answer:
                 for choice in chunk.choices:

@@ -56,7 +56,7 @@ class LinkedRouter:
     def break_off(self) -> None:
         self._session.closed()
 
-    # --- worker.link.session.Wire --------------------------------------------------------------------------
+    # --- worker.link.session.FrameTransport ----------------------------------------------------------------
 
     def write(self, frame: bytes) -> None:
         for message in self._frames.feed(frame):

@@ -32,7 +32,7 @@ HANDSHAKE_SECONDS = 10.0
 SEND_BUFFER_BYTES = 256 << 10  # of the kernel: by default it keeps megabytes for a router that does not read
 
 
-class Port(Protocol):
+class ConnectionOwner(Protocol):
     """The listener that has accepted a connection: worker.link.listener.LinkListener."""
 
     handshakes: Handshakes
@@ -46,20 +46,20 @@ class Port(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Implements worker.link.session.Wire. A router that sends no whole frame for LOST_SECONDS, or does not read its
-    answers for as long, is cut: its handles detach."""
+    """Implements worker.link.session.FrameTransport. A router that sends no whole frame for LOST_SECONDS, or does not read
+    its answers for as long, is cut: its handles detach."""
 
     def __init__(
         self,
         make_session: Callable[[Connection], Session],
-        port: Port,
+        owner: ConnectionOwner,
         accepted: socket.socket,
         context: ssl.SSLContext | None,
         at_frame: FaultPoint,
     ):
         self._loop = asyncio.get_running_loop()
         self._session = make_session(self)
-        self._port = port
+        self._owner = owner
         self.address = network_of(accepted)
         self._was_settled = False
         self._at_frame = at_frame
@@ -69,8 +69,8 @@ class Connection(asyncio.Protocol):
         self._scheduled = False
         self._reading = False  # frames are dispatched in the next turn as well
         self._paused = False  # nothing is read from the socket
-        self._made = self._heard = self._due = self._loop.time()
-        self._leave_at = self._heard + MAX_AGE_SECONDS * random.uniform(1 - AGE_SPREAD, 1 + AGE_SPREAD)
+        self._made = self._received_at = self._due = self._loop.time()
+        self._leave_at = self._received_at + MAX_AGE_SECONDS * random.uniform(1 - AGE_SPREAD, 1 + AGE_SPREAD)
         self._cut_at = self._leave_at + MOVE_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._opening = self._loop.create_task(self._open(accepted, context))
@@ -87,13 +87,13 @@ class Connection(asyncio.Protocol):
         # One frame at a time: the logs are the buffer. Not 0: uvloop with TLS takes no unwritten bytes for as many as 0,
         # and would write the next frame only after the router has sent something.
         self._transport.set_write_buffer_limits(high=1)
-        self._made = self._heard = self._loop.time()
+        self._made = self._received_at = self._loop.time()
         self._tick_later()
 
     def data_received(self, data: bytes) -> None:
         try:
             if self._session.received(data):
-                self._heard = self._loop.time()
+                self._received_at = self._loop.time()
                 self._read()
         except BatonError as error:
             self._refuse(error)
@@ -108,10 +108,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._port.forget(self)
+        self._owner.forget(self)
         self._session.closed()
 
-    # --- worker.link.session.Wire --------------------------------------------------------------------------
+    # --- worker.link.session.FrameTransport ----------------------------------------------------------------
 
     def write(self, frame: bytes) -> None:
         fault = self._at_frame(self._session.router_id)
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
             return
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             await readable(accepted)  # a silent peer takes no turn
-            async with self._port.handshakes.turn(self.address):
+            async with self._owner.handshakes.turn(self.address):
                 await self._loop.connect_accepted_socket(
                     lambda: self, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
                 )
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
         elif error is not None:
             log.error("a link was not accepted", exc_info=error)
         accepted.close()
-        self._port.forget(self)
+        self._owner.forget(self)
 
     # -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
         """Dispatch what has come, over several turns of the loop if it is much. Nothing more is taken in meanwhile."""
         if not self._reading:
             self._reading = True
-            self._port.dispatching.push(self)
+            self._owner.dispatching.push(self)
         self._pause_or_resume()
 
     def dispatch(self, entries: int) -> tuple[int, bool]:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         self._reading = False
         if self._session.state is State.ENDED:
             return 0, False
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         try:
             self._reading = self._session.read(entries)
         except BatonError as error:
@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
     def _report_settled(self) -> None:
         if self.settled != self._was_settled:
             self._was_settled = self.settled
-            self._port.settled(self)
+            self._owner.settled(self)
 
     def _refuse(self, error: BatonError) -> None:
         # Before the greeting the peer may be anything: a line for each would fill the log.
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         late = now - self._due
         if late > 1.0:  # this process was stopped: what the router has sent lies unread
-            self._heard = now
+            self._received_at = now
             self._made += late
         if now > self._cut_at or self._overdue(now):
             self._transport.abort()
@@ -257,4 +257,4 @@ class Connection(asyncio.Protocol):
             return now - self._made > HELLO_SECONDS
         if self._session.state is State.ATTACHING and now - self._made > ATTACH_SECONDS:
             return True
-        return now - self._heard > LOST_SECONDS
+        return now - self._received_at > LOST_SECONDS

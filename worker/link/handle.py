@@ -39,8 +39,8 @@ def key_of(reference: common_pb2.HandleRef) -> Key:
     return reference.incarnation, reference.number
 
 
-class Sends(Protocol):
-    """The link of a handle's router."""
+class TokenSender(Protocol):
+    """The session that sends a handle's tokens: worker.link.session.Session."""
 
     def due(self, handle: Handle) -> None:
         """The handle has something to send."""
@@ -70,22 +70,18 @@ class Handle:
         self.incarnation, self.number = key
         self.transfer_id = transfer_id
         self.log = AttemptLog.of(spec, self._changed)
-        self.session: Sends | None = None  # the link that sends its tokens, while it is open
+        self.session: TokenSender | None = None  # the link that sends its tokens, while it is open
         self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
         self.timer: asyncio.TimerHandle | None = None  # while its router has no link
         self.cancelling = False
         self.named_by = 0  # serial of the last link whose list has named it
 
-    @property
-    def key(self) -> Key:
-        return self.incarnation, self.number
-
     def _changed(self) -> None:
-        """Its log has more to send, perhaps."""
+        """The log may have more to send."""
         if self.session is not None:
             self.session.due(self)
 
-    def to(self, state: HandleState, session: Sends | None = None) -> None:
+    def to(self, state: HandleState, session: TokenSender | None = None) -> None:
         """`session`: the link that sends its tokens from now on, if it is open."""
         if self.machine.state is not state:
             self.machine.to(state)
@@ -108,7 +104,7 @@ class Handle:
 
     @property
     def waits(self) -> bool:
-        """Something could be sent now."""
+        """Whether something could be sent now."""
         return self.log.may_send or self.end_due
 
     @property

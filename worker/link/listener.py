@@ -31,7 +31,10 @@ LOG_SECONDS = 10.0  # between two lines about a full port
 
 
 class LinkListener:
-    """`bind`, then `start`. Routers reach it at `address`."""
+    """`bind`, then `start`; `stop` at the end. Routers connect to `address`.
+
+    Implements worker.link.connection.ConnectionOwner.
+    """
 
     def __init__(self, host: str, advertised_host: str, peers: Peers, faults: Faults = NO_FAULTS):
         self._host = host
@@ -104,7 +107,7 @@ class LinkListener:
                 self._open.links.most,
             )
 
-    # --- worker.link.connection.Port -----------------------------------------------------------------------
+    # --- worker.link.connection.ConnectionOwner ------------------------------------------------------------
 
     def forget(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -117,7 +120,7 @@ class LinkListener:
     # -------------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """Certificates that have changed: the links that the old ones opened move to new ones."""
+        """Reload certificate files that have changed; ask the routers of all open links for others."""
         if self._context is not None and self._context.refresh():
             for connection in self._open:
                 connection.leave_soon()

@@ -1,4 +1,4 @@
-"""The connections of a port for links: which of them goes where there are too many."""
+"""The connections of a port for links, and which of them is closed where there are too many."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Generic, TypeVar
 from cluster.open_connections import OpenConnections
 
 T = TypeVar("T")
-ADDRESS_SHARES = 8  # links of an address beyond this part of all make room for those of others
+ADDRESS_SHARES = 8  # an address's share of all connections is one of so many
 
 
 class OpenLinks(Generic[T]):
     """At most `limit` connections: those that are opening, and those that are a router's link. One that another link of
     its router has replaced counts as opening.
 
-    For one too many an opening connection is evicted, by the rule of OpenConnections. Where none but the new one is
-    opening, the newest link of the address with the most makes room, if those are more than its share: where connections
-    last, the older ones are in use. No other link does: the new connection itself is evicted. So is one of an address that
-    has links beyond its share, where each opening connection is of another address.
+    One too many is evicted, in this order:
+
+    1. of an address with several opening connections, the oldest of them, by the rule of OpenConnections
+    2. the new connection, if its address has more links than its share
+    3. the oldest opening connection, if it is another than the new one
+    4. the newest link of the address with the most, if these are more than its share, and than the new one's address would
+       have: links last, so the older ones are in use
+    5. the new connection
     """
 
     def __init__(self, limit: int):
@@ -60,7 +64,7 @@ class OpenLinks(Generic[T]):
         return self.limit // ADDRESS_SHARES
 
     def settle(self, connection: T, address: str, *, is_link: bool) -> None:
-        """The connection has become a router's link, or is one no longer. Without effect on one that is not counted."""
+        """Count the connection as a router's link, or as opening. Without effect on one that is not counted."""
         before, now = (self.opening, self.links) if is_link else (self.links, self.opening)
         if connection in before:
             before.discard(connection)

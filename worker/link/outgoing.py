@@ -58,7 +58,7 @@ class Outgoing:
         self._due.pop(number, None)
 
     def drop_all(self) -> None:
-        """Tokens and answers about handles: another link sends them now."""
+        """Drop tokens and answers about handles: another link sends them now."""
         self._due.clear()
         self._states.clear()
 
@@ -168,7 +168,7 @@ class _Rows:
         return size + ENTRY_BYTES <= self.left
 
     def take_next(self, handle: Handle) -> bool:
-        """One token of each choice. Whether more of its tokens could be sent."""
+        """Take one token of each choice. Returns whether more of its tokens could be sent."""
         log = handle.log
         if len(log.choices) > 1 or log.choices[0].extras:
             self.take(handle, 1)
@@ -186,7 +186,7 @@ class _Rows:
         return due > 1
 
     def take(self, handle: Handle, most: int) -> None:
-        """At most `most` tokens of each choice."""
+        """Take at most `most` tokens of each choice."""
         for choice in handle.log.in_order:
             due = min(len(choice.tokens) + choice.first, choice.limit, choice.sent + most)
             is_prompt = choice is handle.log.prompt
@@ -210,7 +210,7 @@ class _Rows:
                 return
 
     def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:
-        """Whether all of the token is sent now."""
+        """Add the token, or as much of it as fits. Returns whether all of it is sent now."""
         size = token.ByteSize()
         if size <= REPLAY_BYTES:
             if not self.fits(size):

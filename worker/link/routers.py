@@ -130,7 +130,7 @@ class Routers:
     # --- sessions ----------------------------------------------------------------------------------------
 
     def greeted(self, session: Session) -> bool:
-        """A link has said hello. False: a newer link of this router is here already."""
+        """Take a link whose hello came: it owns its router's handles. False: a newer link of this router owns them."""
         router = self._routers.setdefault(session.incarnation, Router(session.incarnation))
         if session.serial <= router.serial:
             self._drop_idle(router)

@@ -23,9 +23,8 @@ from worker.link.outgoing import Outgoing
 from worker.link.routers import Routers
 from worker.link.turns import ENTRIES_AT_ONCE, ENTRIES_PER_TURN
 
-PIECE_BYTES = (
-    4 * ENTRIES_AT_ONCE
-)  # of what was received, cut into frames at a time: those without content have 4
+# Of received bytes, cut into frames at a time: an empty frame has 4, so these are at most ENTRIES_AT_ONCE frames.
+PIECE_BYTES = 4 * ENTRIES_AT_ONCE
 MAX_ROUTER_ID = 128  # characters that a log line shows
 
 
@@ -45,7 +44,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-class Wire(Protocol):
+class FrameTransport(Protocol):
     """The connection under a session."""
 
     def write(self, frame: bytes) -> None: ...
@@ -58,22 +57,27 @@ class Wire(Protocol):
 
 
 class WorkerFacts(Protocol):
-    """Who answers: worker.identity.WorkerIdentity."""
+    """The worker's id and epoch: worker.identity.WorkerIdentity."""
 
     worker_id: str
     epoch: int
 
 
 class Session:
-    """Call `received` with each chunk of bytes, then `read` until it has dispatched them; `flush` when the wire may be
-    written, `closed` when it is gone."""
+    """Call `received` with each chunk of bytes, then `read` until it has dispatched them; `flush` when the transport may
+    be written, `closed` when it is gone."""
 
     def __init__(
-        self, routers: Routers, facts: WorkerFacts, wire: Wire, engine_step: Callable[[], int | None]
+        self,
+        routers: Routers,
+        facts: WorkerFacts,
+        transport: FrameTransport,
+        engine_step: Callable[[], int | None],
     ):
+        """`engine_step`: the number of the engine's last step, None while it hangs."""
         self._routers = routers
         self._facts = facts
-        self._wire = wire
+        self._transport = transport
         self._engine_step = engine_step
         self._frames = FrameReader()
         self._unread: deque[bytes] = deque()  # complete frames
@@ -94,7 +98,7 @@ class Session:
     # --- from the router -----------------------------------------------------------------------------------
 
     def received(self, data: bytes) -> bool:
-        """Take bytes in; whether frames wait to be dispatched. Raises BatonError, as `read` does."""
+        """Take bytes in. Returns whether frames wait to be dispatched. Raises BatonError, as `read` does."""
         self._uncut = memoryview(bytes(self._uncut) + data) if self._uncut else memoryview(data)
         self._cut()
         return bool(self._unread)
@@ -107,7 +111,7 @@ class Session:
 
     @property
     def unread(self) -> bool:
-        """Nothing more should be taken in: frames wait to be dispatched."""
+        """Whether frames wait to be dispatched, so that no more should be read."""
         return bool(self._unread) or self._dispatching is not None
 
     def read(self, entries: int = ENTRIES_PER_TURN) -> bool:
@@ -181,7 +185,7 @@ class Session:
         welcome = link_pb2.LinkWelcome(version=version, max_frame=MAX_FRAME_BYTES)
         if addressed:  # another peer learns neither: without TLS anyone may greet
             welcome.worker_id, welcome.epoch = hello.worker_id, hello.epoch
-        self._wire.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
+        self._transport.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
         self.router_id = hello.router_id[:MAX_ROUTER_ID]
         self.incarnation, self.serial, self.version = hello.incarnation, hello.serial, version
         if not version or not addressed or not hello.incarnation or not self._routers.greeted(self):
@@ -193,19 +197,19 @@ class Session:
 
     def due(self, handle: Handle) -> None:
         self._outgoing.due(handle)
-        self._wire.schedule()
+        self._transport.schedule()
 
     def drop(self, number: int) -> None:
         self._outgoing.drop(number)
 
     def answer(self, state: link_pb2.HandleState) -> None:
         self._outgoing.state(state)
-        self._wire.schedule()
+        self._transport.schedule()
 
     def cancelled(self, number: int) -> None:
         if self.state is not State.ENDED:
             self._outgoing.cancelled(number)
-            self._wire.schedule()
+            self._transport.schedule()
 
     def moved(self) -> None:
         """A newer link owns the handles: this one sends no more of them."""
@@ -213,19 +217,19 @@ class Session:
             self._machine.to(State.MOVED)
             self._outgoing.drop_all()
             self._outgoing.notice(link_pb2.LINK_NOTICE_MOVED)
-            self._wire.schedule()
+            self._transport.schedule()
 
     def go_away(self) -> None:
         """Ask the router for another link."""
         if self.state in (State.ATTACHING, State.UP):
             self._outgoing.notice(link_pb2.LINK_NOTICE_GO_AWAY)
-            self._wire.schedule()
+            self._transport.schedule()
 
     def fenced(self) -> None:
         """The epoch has ended."""
         if self.state is not State.ENDED:
             self._outgoing.drop_all()
-            self._wire.write(to_frame(link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_FENCED)))
+            self._transport.write(to_frame(link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_FENCED)))
             self.end()
 
     # --- to the router -------------------------------------------------------------------------------------
@@ -235,24 +239,24 @@ class Session:
         step = self._engine_step()
         if step is not None and self.state in (State.ATTACHING, State.UP):
             self._outgoing.beat(step)
-            self._wire.schedule()
+            self._transport.schedule()
 
     def flush(self) -> None:
         """Write the next frame, if there is anything to send and nothing unwritten is left."""
         if self._outgoing.empty or self.state is State.ENDED:
             return
         frame, ended = self._outgoing.next_frame()
-        self._wire.write(to_frame(frame))
+        self._transport.write(to_frame(frame))
         for handle in ended:
             self._routers.sent_end(handle)
         if not self._outgoing.empty:
-            self._wire.schedule()
+            self._transport.schedule()
 
     def end(self) -> None:
         """Close the connection after what was written."""
         if self.state is not State.ENDED:
             self._machine.to(State.ENDED)
-            self._wire.close()
+            self._transport.close()
 
     def closed(self) -> None:
         """The connection is gone."""

@@ -1,6 +1,6 @@
 """How much of a turn of the event loop the link port may take: handshakes that begin, and entries that are dispatched.
 
-Addresses take turns in both, so that a flood from one delays the links of others by one of its own.
+Addresses take turns in both: a flood from one address delays the links of others by one handshake, or one link's entries.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Handshakes:
 
     @asynccontextmanager
     async def turn(self, address: str) -> AsyncIterator[None]:
-        """Wait for a turn, which ends with the block. Where too many have one, the task that OpenConnections evicts is
-        cancelled."""
+        """Wait for a turn, which ends with the block. Of more than MAX_HANDSHAKES at a time one is cancelled, by the rule
+        of OpenConnections."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         if not self._waiting:
@@ -96,6 +96,6 @@ class Dispatching:
         try:
             while self._waiting and self._left > 0:
                 self._dispatch(self._waiting.pop())
-        finally:  # an error of one link is not the others'
+        finally:  # an error of one link does not stop the others
             if self._waiting:
                 self._schedule()

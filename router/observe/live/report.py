@@ -40,7 +40,7 @@ class Recorder:
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
     output_tokens: int = 0
-    flows: dict[tuple[str, str], PairTraffic] = field(default_factory=dict)
+    flows: dict[Pair, PairTraffic] = field(default_factory=dict)
 
     def first_token(self, seconds: float | None) -> None:
         """`seconds`: from the request's arrival. None: the first token of a further choice."""

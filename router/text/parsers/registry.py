@@ -106,23 +106,25 @@ class AnswerFormat:
             tools=self.tools,
             demanded=self.demanded,
         )
-        reads: TextParser
+        text_parser: TextParser
         if GPT_OSS in (self.tool_parser, self.reasoning_parser):
-            reads = gpt_oss.GptOss(
+            text_parser = gpt_oss.GptOss(
                 answer,
                 self.markers,
                 tools=bool(self.tool_parser),
                 reasoning=bool(self.reasoning_parser),
                 opened=self.opened,
             )
-            return _Parser(answer, self.markers, reads)
-        reads = (tools.make if tools is not None else Plain)(answer, self.markers)
+            return _Parser(answer, self.markers, text_parser)
+        text_parser = (tools.make if tools is not None else Plain)(answer, self.markers)
         if tools is not None and tools.opens and self.names is not None:
-            reads = CallsOrAnswer(answer, self.markers[tools.opens], reads)
+            text_parser = CallsOrAnswer(answer, self.markers[tools.opens], text_parser)
         if self.reasoning_parser:
             begin, end = (self.markers[one] for one in think.MARKERS[self.reasoning_parser])
-            reads = think.Think(answer, begin, end, reads, opened=self.opened, exact=self.names is not None)
-        return _Parser(answer, self.markers, reads)
+            text_parser = think.Think(
+                answer, begin, end, text_parser, opened=self.opened, exact=self.names is not None
+            )
+        return _Parser(answer, self.markers, text_parser)
 
 
 def format_of(
@@ -161,18 +163,18 @@ def _id_maker(length: int) -> Callable[[], str]:
 
 
 class _Parser:
-    def __init__(self, answer: Answer, markers: Markers, reads: TextParser):
-        self._answer, self._markers, self._reads = answer, markers, reads
+    def __init__(self, answer: Answer, markers: Markers, text_parser: TextParser):
+        self._answer, self._markers, self._text_parser = answer, markers, text_parser
 
     def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
         text = self._markers.joined(pieces)
         for begin in range(0, len(text), _AT_ONCE):
-            self._reads.feed(text[begin : begin + _AT_ONCE])
+            self._text_parser.feed(text[begin : begin + _AT_ONCE])
         return self._answer.taken()
 
     def end(self, *, cut: bool = False) -> Sequence[Part]:
         self._answer.cut = cut
-        self._reads.end()
+        self._text_parser.end()
         return self._answer.taken()
 
     @property

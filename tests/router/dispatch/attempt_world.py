@@ -19,9 +19,9 @@ from wire import common_pb2
 class Recorded(Attempt):
     """Keeps which worker each token came from."""
 
-    def came(self, source: Source, token: Token) -> None:
+    def received(self, source: Source, token: Token) -> None:
         self.tokens.append((source, token.position))
-        super().came(source, token)
+        super().received(source, token)
 
     @cached_property
     def tokens(self) -> list[tuple[Source, int]]:

@@ -72,7 +72,7 @@ class Scripted:
         self.events: BatchQueue[Any] = BatchQueue()
         self.from_position = self.choices[0].next_position
 
-    def came(self, source: Source, token: Token) -> None:
+    def received(self, source: Source, token: Token) -> None:
         if not self.over:
             self.responded.add(source)
             self.take(token, self)
@@ -123,14 +123,14 @@ class Scripted:
             case "next" | "gap":
                 position += step == "gap"
                 if position < PROMPT + NEW:
-                    self.came(D, token(position))
+                    self.received(D, token(position))
                     position += 1
             case "first":
                 if self.from_position < PROMPT + NEW:
-                    self.came(P, token(self.from_position))
+                    self.received(P, token(self.from_position))
             case "again":
                 if position > PROMPT:
-                    self.came(D, token(max(PROMPT, position - 2)))
+                    self.received(D, token(max(PROMPT, position - 2)))
             case _ if what == "lost":
                 self.failed.add(source)
                 self.events.add(Ended(source, None, PeerLostError("gone")))

@@ -48,7 +48,7 @@ class Answer:
         at = self.credit.positions()[number]
         for position in range(at, at + tokens):
             token = PlainToken(choice.index, position, token_id)
-            due.append(self.credit.came())
+            due.append(self.credit.received())
             if choice.take(token) is None:
                 self.credit.was_not_wanted(token)
         return due

@@ -256,9 +256,9 @@ async def test_credit_is_granted_in_quarters_of_the_window(world):
 async def test_a_worker_that_sends_beyond_its_limit_is_read_no_more(world):
     """What a client has not read is bounded by the limits alone."""
     attempt = world.attempt(local=True)
-    attempt.came(D, token(FIRST + WINDOW_TOKENS - 1))
-    attempt.came(D, token(FIRST + WINDOW_TOKENS))
-    attempt.came(D, token(FIRST))
+    attempt.received(D, token(FIRST + WINDOW_TOKENS - 1))
+    attempt.received(D, token(FIRST + WINDOW_TOKENS))
+    attempt.received(D, token(FIRST))
     (broken,) = await attempt.events.take()
     assert isinstance(broken, Broken) and isinstance(broken.error, PeerLostError)
     assert f"position {FIRST + WINDOW_TOKENS} of choice 0" in str(broken.error)
@@ -269,7 +269,7 @@ async def test_a_token_of_another_choice_breaks_the_attempt(world):
     attempt = world.attempt(local=True)
     other = token(FIRST)
     other.choice = 1
-    attempt.came(D, other)
+    attempt.received(D, other)
     assert isinstance((await attempt.events.take())[0], Broken) and not attempt.taken
 
 

@@ -19,7 +19,7 @@ class Clock:
 
 def left(backoff: Backoff[str], clock: Clock) -> float:
     """Seconds until "d" may be tried."""
-    out = backoff._out.get("d")
+    out = backoff._exclusions.get("d")
     return max(0.0, out.until - clock.now) if out is not None else 0.0
 
 
@@ -74,5 +74,5 @@ def test_old_failures_are_forgotten() -> None:
         backoff.failed(str(name))
     clock.now += FIRST_SECONDS + MAX_SECONDS
     backoff.failed("d")
-    assert set(backoff._out) == {"d"}
+    assert set(backoff._exclusions) == {"d"}
     assert left(backoff, clock) == FIRST_SECONDS

@@ -1,5 +1,5 @@
 """A request over attempts that fail in every way: whatever messages workers repeat, skip or leave out, the client gets
-each position once and in order."""
+each position once and in order (rule 6 of the link)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_request_that_ends_at_its_prefill_worker_has_met_no_decode_worke
     pairs.failed(placed, PeerLostError("not reached"))
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     monkeypatch.setattr(
-        Scripted, "start", lambda made: (made.came(P, token(PROMPT)), made.ends(P, end("DONE")))
+        Scripted, "start", lambda made: (made.received(P, token(PROMPT)), made.ends(P, end("DONE")))
     )
     sampling = common_pb2.SamplingParams(max_tokens=1)
     running = dispatcher.RequestDispatcher(
@@ -100,7 +100,7 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
     """They do not look for stop strings: the decode worker goes on until its window is full, and then waits."""
     world = World(text, [])
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
-    monkeypatch.setattr(Scripted, "start", lambda made: made.came(D, token(PROMPT)))
+    monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
     prompt = list(range(3, 3 + PROMPT))
     stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
     assert stop, "it has a text"

@@ -112,14 +112,14 @@ class Together(Failing):
         for choice in (0, 1):
             first = token(made.from_position)
             first.choice = choice
-            made.came(Source.DECODE, first)
+            made.received(Source.DECODE, first)
         made.ends(Source.DECODE, end("PREEMPTED"))
 
     def go_on(self, made: Scripted, choice: int) -> None:
         for position in range(made.from_position, PROMPT + NEW):
             one = token(position)
             one.choice = choice
-            made.came(Source.DECODE, one)
+            made.received(Source.DECODE, one)
         for source in Source:
             made.ends(source, end("DONE"))
 

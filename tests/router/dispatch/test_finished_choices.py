@@ -78,7 +78,7 @@ class Streams:
             while choice.sent < min(choice.end, choice.limit):
                 token_id = choice.tokens[choice.sent - choice.first]
                 token = common_pb2.Token(choice=choice.choice, position=choice.sent, token_id=token_id)
-                self.attempt.came(Source.DECODE, token)
+                self.attempt.received(Source.DECODE, token)
                 choice.sent += 1
 
 

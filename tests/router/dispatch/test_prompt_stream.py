@@ -106,7 +106,7 @@ class PromptAttempt:
 
     def came(self, first: int, end: int) -> None:
         for position in range(first, end):
-            self.attempt.came(Source.DECODE, common_pb2.Token(choice=1, position=position, rank=1))
+            self.attempt.received(Source.DECODE, common_pb2.Token(choice=1, position=position, rank=1))
 
     def drained(self) -> None:
         calls, self.waiting = self.waiting[:], []

@@ -76,7 +76,7 @@ async def test_a_token_of_a_plain_stream_takes_few_calls() -> None:
 
     def come(token: Token) -> None:
         for one in streams:
-            one.attempt.came(Source.DECODE, token)
+            one.attempt.received(Source.DECODE, token)
 
     come(first)
     await asyncio.sleep(0)

@@ -81,7 +81,7 @@ def test_they_are_tried_again_after_a_while_and_used_once_they_have_met(pairs, c
     pairs.failed(pair, LOST)
     clock.now += FIRST_SECONDS
     assert pairs.any_unreachable, "twice as long"
-    pairs.met(pair)
+    pairs.reached(pair)
     assert not pairs.any_unreachable
 
 

@@ -17,21 +17,21 @@ async def test_answers_are_no_life(pair):
     one = pair.read()
     pair.worker.hangs = True
     await pair.up()
-    heard = pair.link._heard
+    before = pair.link._received_at
     for _ in range(3):
         pair.link.ask(-1.0)
         await asyncio.sleep(0.05)
-    assert pair.link._connection.heard > heard, "the answers came"
-    assert pair.link._heard == heard
+    assert pair.link._connection.received_at > before, "the answers came"
+    assert pair.link._received_at == before
     tokens(one.log, 0, 1)
-    await until(lambda: pair.link._heard > heard, "a token is life")
+    await until(lambda: pair.link._received_at > before, "a token is life")
 
 
 async def test_a_beat_is_life(pair):
     pair.read()
     await pair.up()
-    heard = pair.link._heard
-    await until(lambda: pair.link._heard > heard, "a beat came")
+    before = pair.link._received_at
+    await until(lambda: pair.link._received_at > before, "a beat came")
 
 
 async def test_the_timer_subtracts_its_own_lateness(pair):
@@ -40,12 +40,12 @@ async def test_the_timer_subtracts_its_own_lateness(pair):
     await pair.up()
     pair.links._timer.cancel()
     now = asyncio.get_running_loop().time()
-    pair.link._heard = now - LOST_SECONDS - 0.3
+    pair.link._received_at = now - LOST_SECONDS - 0.3
     pair.links._due = now - 0.6  # as if this tick came 0.6 s late
     pair.links._tick()
     assert one.error is None and 4.0 < pair.link.silent_seconds < LOST_SECONDS
     pair.links._timer.cancel()
-    pair.link._heard -= 1.0
+    pair.link._received_at -= 1.0
     pair.links._due = asyncio.get_running_loop().time()
     pair.links._tick()
     assert one.error is not None, "by its own silence it is lost"
@@ -80,7 +80,7 @@ async def test_a_worker_that_was_stopped_keeps_its_routers(pair):
     (connection,) = pair.worker._listener._open
     connection._timer.cancel()
     connection._due -= 10
-    connection._heard -= 10
+    connection._received_at -= 10
     connection._tick()
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "what the router sent lay unread")
@@ -101,7 +101,7 @@ async def test_silent_handles_are_asked_for_in_one_list(pair, monkeypatch):
     tokens(many[0].log, 0, 1)
     await until(lambda: many[0].tokens == [[0]], "it came")
     for one in many[1:]:
-        one.handle.heard -= LOST_SECONDS + 1
+        one.handle.received_at -= LOST_SECONDS + 1
     pair.link.ask(LOST_SECONDS)
     await until(lambda: any(asked), "they are asked for")
     assert [one for one in asked if one] == [[one.handle.number for one in many[1:]]]

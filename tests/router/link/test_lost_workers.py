@@ -111,12 +111,12 @@ async def test_a_silent_worker_is_suspect_then_lost(pair, monkeypatch):
 async def test_a_router_that_was_stopped_loses_nobody(pair):
     one = pair.read()
     await pair.up()
-    heard = pair.link._heard
+    before = pair.link._received_at
     pair.links._due -= 10  # as if the tick came 10 s late
-    pair.link._heard -= 10
+    pair.link._received_at -= 10
     pair.links._timer.cancel()
     pair.links._tick()
-    assert one.error is None and pair.link._heard >= heard
+    assert one.error is None and pair.link._received_at >= before
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "it goes on")
 

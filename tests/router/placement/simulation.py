@@ -182,7 +182,7 @@ class Simulation:
         return max(1, request.tokens - held)
 
     def _arguments(self, router: Router, request: Request) -> list[Any]:
-        router.calls.end(number := router.calls.begin(b""), heard=True)
+        router.calls.end(number := router.calls.begin(b""), answered=True)
         call = PlaceCall(
             self._namespace,
             router=router.name,

@@ -13,13 +13,13 @@ def test_the_oldest_that_is_awaited():
     assert calls.settle() == (7, 1, 1)
     first, second, third = (calls.begin(name) for name in (b"1", b"2", b"3"))
     assert calls.settle() == (7, 2, first)
-    calls.end(second, heard=True)
+    calls.end(second, answered=True)
     assert calls.settle() == (7, 3, first)
-    calls.end(first, heard=True)
+    calls.end(first, answered=True)
     assert calls.settle() == (7, 4, third)
     calls.restart(8)
     assert calls.settle() == (8, 5, third), "of the run before, and still awaited"
-    calls.end(third, heard=True)
+    calls.end(third, answered=True)
     assert calls.settle() == (8, 6, third + 1), "none: all that were begun"
     assert calls.begin(b"4") == third + 1, "no number is given twice"
 
@@ -27,13 +27,13 @@ def test_the_oldest_that_is_awaited():
 def test_a_placement_that_was_given_up_is_remembered_until_it_is_void():
     calls = Calls(run=7)
     first, second = calls.begin(b"1"), calls.begin(b"2")
-    calls.end(second, heard=False)
-    assert calls.unheard == [b"2"] and calls.in_flight == {b"1"}
+    calls.end(second, answered=False)
+    assert calls.unanswered == [b"2"] and calls.in_flight == {b"1"}
     calls.void_below(calls.settle()[2])
-    assert calls.unheard == [b"2"], "an older one is awaited, so this one may still arrive"
-    calls.end(first, heard=True)
+    assert calls.unanswered == [b"2"], "an older one is awaited, so this one may still arrive"
+    calls.end(first, answered=True)
     calls.void_below(calls.settle()[2])
-    assert calls.unheard == []
+    assert calls.unanswered == []
 
 
 def test_routers_that_lost_redis_together_try_it_at_different_moments():

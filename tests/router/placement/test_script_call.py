@@ -106,7 +106,7 @@ async def test_a_connection_without_replies_is_closed_and_opened_again(reply, ca
     script = ScriptCall(line, "return 1")
     first = (await asyncio.gather(script([], [], SECONDS), return_exceptions=True))[0]
     assert first == 1 if reply.startswith(b":") else isinstance(first, redis.ConnectionError)
-    while line.now is not None:
+    while line.current is not None:
         await asyncio.sleep(0.001)
     assert await script([], [], SECONDS) == 7
     (record,) = caplog.records

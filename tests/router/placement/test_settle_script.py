@@ -283,7 +283,7 @@ async def test_a_walk_heals_what_redis_has_too_much_and_too_little(walked, redis
         for _ in range(3):
             await walked.settle()
         assert set(client.hgetall(key)) == {b"0", b"1", b"2", b"awaited"}
-        walked.end_placement(number, heard=False)
+        walked.end_placement(number, answered=False)
         for _ in range(3):
             await walked.settle()
         assert set(client.hgetall(key)) == {b"0", b"1", b"2"}

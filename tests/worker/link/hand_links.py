@@ -59,7 +59,7 @@ def transfer(number: int, incarnation: int = INCARNATION) -> bytes:
 
 
 class HandLink:
-    """One connection of a router. Implements worker.link.session.Wire."""
+    """One connection of a router. Implements worker.link.session.FrameTransport."""
 
     def __init__(
         self, worker: HandWorker, serial: int, incarnation: int = INCARNATION, version: int = LINK_VERSION

@@ -62,7 +62,8 @@ class Reading:
 
 
 class Link:
-    """One connection: bytes wait on either side until a rule delivers them. Implements worker.link.session.Wire."""
+    """One connection: bytes wait on either side until a rule delivers them. Implements
+    worker.link.session.FrameTransport."""
 
     def __init__(self, machine: LinkMachine, serial: int):
         self._machine = machine

@@ -177,7 +177,7 @@ async def test_answers_that_are_not_read_stop_the_reading(asked, monkeypatch):
     assert len(waiting._states) + len(waiting._cancelled) == outgoing.MAX_ANSWERS
     assert not link.read() and link.unread
     assert len(world.routers._cancelled) <= 100
-    wire = link._wire
+    wire = link._transport
     while link.unread or not waiting.empty:
         link.flush()
         link.read()
@@ -241,7 +241,7 @@ async def test_credit_and_positions_of_any_value_harm_their_own_attempt_only():
         for handle in (one, other):
             handle.log.add(0, position, position)
     link.flush()
-    wire = link._wire
+    wire = link._transport
     columns = [frame.tokens for frame in wire.frames]  # type: ignore[attr-defined]
     tokens = [pair for column in columns for pair in zip(column.handle, column.token_id, strict=True)]
     assert [token for number, token in tokens if number == 2] == list(range(1, 11))
