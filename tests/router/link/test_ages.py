@@ -269,12 +269,16 @@ async def test_an_older_connection_that_does_not_move_is_cut(pair, monkeypatch):
 
 
 async def test_an_older_connections_notices_are_not_the_newer_ones(pair):
+    def notice(kind: link_pb2.LinkNotice.ValueType) -> None:
+        pair.link.take(older, link_pb2.WorkerFrame(notice=kind), 0)
+
     pair.read()
     await pair.up()
     older = pair.link._connection
+    notice(link_pb2.LINK_NOTICE_MOVED)
     pair.link.move()
     await until(lambda: pair.link._connection is not older, "it moved")
-    assert not pair.link._is_moved, "by the worker's notice, which was of the older one"
-    for notice in (link_pb2.LINK_NOTICE_GO_AWAY, link_pb2.LINK_NOTICE_FENCED, link_pb2.LINK_NOTICE_MOVED):
-        pair.link.take(older, link_pb2.WorkerFrame(notice=notice), 0)
+    assert not pair.link._is_moved, "that was said of the older one"
+    for kind in (link_pb2.LINK_NOTICE_GO_AWAY, link_pb2.LINK_NOTICE_FENCED, link_pb2.LINK_NOTICE_MOVED):
+        notice(kind)
     assert pair.link.state is LinkState.UP and not pair.link._is_moved

@@ -15,9 +15,11 @@ from cluster.errors import InternalError, PeerLostError
 from cluster.protocol.link import LINK_LOST_SECONDS, RETRY_SECONDS
 from router.link import links as all_links
 from router.link import opener
+from router.link.connection import Connection
 from router.link.state import LinkState
 from tests.harness.waiting import until
 from tests.router.link.conftest import end, tokens
+from wire import link_pb2
 
 REDISPATCH_SECONDS = 1.2
 
@@ -245,6 +247,8 @@ async def test_a_break_ends_the_move_under_way(pair, monkeypatch):
     tokens(one.log, 0, 3)
     await until(lambda: one.tokens == [[0, 1, 2]], "it goes on", 2.0)
     assert one.error is None and not pair.worker.cancelled and pair.links.up() == 1
+    notice = link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_MOVED)
+    pair.link.take(pair.link._connection, notice, 0)  # with no move under way that it could hurry
     pair.link.move()
     await until(lambda: pair.link.state is LinkState.UP, "a later move takes place")
     tokens(one.log, 3, 1)
@@ -318,3 +322,32 @@ async def test_what_waits_for_a_worker_that_reads_again_is_sent_at_once(pair):
     assert not pair.worker.cancelled, "nothing is written meanwhile"
     connection.resume_writing()
     assert await asyncio.wait_for(cancelling, 5.0)
+
+
+async def test_what_was_not_sent_before_a_break_is_not_sent_behind_it(pair, monkeypatch):
+    """The list says it all: an older question's answer would be taken for a later one's, and an attempt that is being
+    cancelled is not named."""
+    kept, dropped = pair.read(), pair.read()
+    await pair.up()
+    frames: list[link_pb2.RouterFrame] = []
+    write = Connection.write
+
+    def noted(connection: Connection, frame: link_pb2.RouterFrame) -> None:
+        frames.append(frame)
+        write(connection, frame)
+
+    monkeypatch.setattr(Connection, "write", noted)
+    pair.links._timer.cancel()
+    pair.link._connection.pause_writing()
+    pair.link.ask(-1.0)
+    kept.handle.credit(0, 500)
+    cancelling = asyncio.create_task(dropped.handle.cancel(30.0))
+    await asyncio.sleep(0.1)
+    assert not frames
+    pair.cut()
+    await until(lambda: pair.worker.cancelled == [dropped.transfer_id], "its new list does not name it", 10.0)
+    await asyncio.sleep(0.2)
+    named = [attach.handle for frame in frames for attach in frame.attach]
+    assert named == [kept.handle.number]
+    assert not any(frame.status or frame.credit or frame.cancel for frame in frames)
+    cancelling.cancel()

@@ -190,3 +190,18 @@ async def test_silent_handles_are_looked_for_now_and_then(pair, monkeypatch):
     monkeypatch.setattr(pair.link, "ask", looked.append)
     await asyncio.sleep(0.5)
     assert len(looked) <= 1
+
+
+async def test_a_handle_whose_tokens_come_is_not_asked_for(pair, monkeypatch):
+    one = pair.read()
+    await pair.up()
+    asked: list[int] = []
+    monkeypatch.setattr(pair.link._outgoing, "status", asked.append)
+    one.handle.heard -= LOST_SECONDS + 1
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it came")
+    pair.link.ask(LOST_SECONDS)
+    assert not asked
+    one.handle.heard -= LOST_SECONDS + 1
+    pair.link.ask(LOST_SECONDS)
+    assert asked == [one.handle.number]
