@@ -346,7 +346,8 @@ async def test_what_was_not_sent_before_a_break_is_not_sent_behind_it(pair, monk
     assert not frames
     pair.cut()
     await until(lambda: pair.worker.cancelled == [dropped.transfer_id], "its new list does not name it", 10.0)
-    await asyncio.sleep(0.2)
+    pair.link.beat()
+    await until(lambda: any(frame.beat for frame in frames), "and with it what waits")
     named = [attach.handle for frame in frames for attach in frame.attach]
     assert named == [kept.handle.number]
     assert not any(frame.status or frame.credit or frame.cancel for frame in frames)
