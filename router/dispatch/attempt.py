@@ -91,6 +91,7 @@ class Attempt:
             if not self.is_local:
                 self._held = HeldAnswer(self._take_answer, self.events.add, self.broken)
         self._over = False  # no more tokens are taken
+        self._committed = False  # as the decode worker has said
 
     @property
     def trip_seconds(self) -> float | None:
@@ -315,7 +316,7 @@ class Attempt:
         if source in self.responded:
             return True
         if source is Source.DECODE and not self.is_local:
-            return Source.PREFILL in self.finished
+            return self._committed or Source.PREFILL in self.finished
         return self._dispatching is not None and self._dispatching.done()
 
     def lost(self, source: Source, error: errors.BatonError) -> None:
@@ -329,7 +330,9 @@ class Attempt:
 
     async def abort_unless_committed(self) -> bool:
         """Has D committed? Raises BatonError where D does not answer or is lost."""
-        return await is_committed(self.channels, self.placed.decode, self.transfer_id, self._decode_lost)
+        decode, lost = self.placed.decode, self._decode_lost
+        self._committed = await is_committed(self.channels, decode, self.transfer_id, lost)
+        return self._committed
 
     @property
     def has_ended(self) -> bool:

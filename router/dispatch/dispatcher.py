@@ -78,8 +78,7 @@ class RequestDispatcher:
         self._first_shown = first_shown
         self.stats = RequestStats()
         arrival = arrival or Arrival()
-        self._received = arrival.received
-        self._started = self._received
+        self._received = self._started = arrival.received
         self._trace = services.begin_trace(arrival, completion)
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._deadlines = RequestDeadlines(services.config, completion, self._received)
@@ -245,6 +244,7 @@ class RequestDispatcher:
                     if isinstance(event, Broken):
                         if isinstance(event.error, errors.UnreadableAnswerError):
                             raise event.error
+                        self._placer.broke_protocol(attempt.worker_of(one) for one in attempt.responded)
                         raise Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
@@ -332,6 +332,7 @@ class RequestDispatcher:
             return
         if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             if event.source is Source.DECODE or ends_with_first_token(attempt.spec):
+                self._placer.broke_protocol([attempt.worker_of(event.source)])
                 raise Retry(errors.PeerLostError(f"the {event.source.value} worker ended early"))
             return
         reason = event.reason
@@ -350,9 +351,8 @@ class RequestDispatcher:
             if isinstance(reason, errors.DrainingError):
                 self._placer.excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
                 raise Retry(reason)
-            raise Retry(
-                errors.BlocksExhaustedError("the decode worker preempted the request for lack of KV blocks")
-            )
+            text = "the decode worker preempted the request for lack of KV blocks"
+            raise Retry(errors.BlocksExhaustedError(text))
         await self._after_worker_loss(event, attempt, reason)
 
     async def _after_worker_loss(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 from cluster import errors
+from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
 from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.prompt_scores import computes_each_position, leave_out_prompt_logprobs
@@ -106,6 +108,10 @@ class RequestPlacer:
         request's adapter stay excluded."""
         lacking = {name: reason for name, reason in self.excluded.items() if reason is Reason.ADAPTER}
         self.excluded = {**lacking, worker_id: Reason.REFUSED}
+
+    def broke_protocol(self, workers: Iterable[WorkerInfo]) -> None:
+        """They would do so again, at each attempt that the prompt's prefix leads to them."""
+        self.excluded |= {one.worker_id: Reason.FAULTY for one in workers}
 
     def _exclusions(self, kv_group: KvGroup) -> dict[str, Reason]:
         services, adapter = self._services, self._completion.adapter

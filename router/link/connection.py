@@ -95,10 +95,10 @@ class Connection(asyncio.Protocol):
     def blocked(self) -> bool:
         return self.blocked_since != math.inf
 
-    def restart_clock(self) -> None:
-        """Count a blocked write from now: this process was stopped."""
+    def allow_delay(self, seconds: float) -> None:
+        """Count a blocked write from later on: this process was late."""
         if self.blocked:
-            self.blocked_since = self._loop.time()
+            self.blocked_since = min(self._loop.time(), self.blocked_since + seconds)
 
     def write(self, frame: link_pb2.RouterFrame) -> None:
         self._transport.write(to_frame(frame))

@@ -11,6 +11,10 @@ from router.link.token import Token
 from wire import common_pb2, link_pb2
 
 MAX_EMBEDDING_BYTES = 4 << 20  # of pieces that are joined: no model has as many dimensions
+MAX_PIECES_BYTES = (
+    16 << 20
+)  # of all pieces that a handle holds: a token with a whole vocabulary takes up to 4 MiB
+PIECE_BYTES = 256  # of a piece in memory, beside its entries
 
 
 class Reader(Protocol):
@@ -46,7 +50,7 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "_pieces", "asked_early", "cancelled", "number", "reader", "received_at")
+    __slots__ = ("_link", "_pieces", "_pieces_bytes", "asked_early", "cancelled", "number", "reader", "received_at")
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link
@@ -59,7 +63,9 @@ class LinkHandle:
         self.asked_early = 0
         self.cancelled: asyncio.Future[None] | None = None  # the awaited answer to a cancel
 
-        self._pieces: dict[int, common_pb2.Token] = {}  # by choice: a large token of which more pieces follow
+        # By choice: a large token of which more pieces follow, and the bytes of those that came
+        self._pieces: dict[int, tuple[common_pb2.Token, int]] = {}
+        self._pieces_bytes = 0  # of all of them
 
     @property
     def reference(self) -> common_pb2.HandleRef:
@@ -81,7 +87,7 @@ class LinkHandle:
         """Add its entry to a new connection's list."""
         self.asked_early = 0  # answers on an older connection are not read
         self.ask()
-        self._pieces.clear()
+        self._drop_pieces()
         attach = link_pb2.LinkAttach(
             transfer_id=self.reader.transfer_id,
             handle=self.number,
@@ -92,8 +98,9 @@ class LinkHandle:
 
     def joined(self, piece: link_pb2.HandleToken) -> common_pb2.Token | None:
         """Return the token at its last piece, else None. A piece without the one before it (sent on an older connection)
-        is dropped."""
-        token = self._pieces.pop(piece.token.choice, None)
+        is dropped, and so are all if they have too many bytes: the next token then leaves a gap."""
+        token, size = self._pieces.pop(piece.token.choice, (None, 0))
+        self._pieces_bytes -= size
         if piece.first:
             if token is None or token.position != piece.token.position:
                 return None
@@ -104,12 +111,20 @@ class LinkHandle:
                 return None
             token.embedding += piece.token.embedding
         else:
-            token = common_pb2.Token()
+            token, size = common_pb2.Token(), 0
             token.CopyFrom(piece.token)
         if not piece.more:
             return token
-        self._pieces[token.choice] = token
+        size += piece.ByteSize() + PIECE_BYTES
+        self._pieces[token.choice] = token, size
+        self._pieces_bytes += size
+        if self._pieces_bytes > MAX_PIECES_BYTES:
+            self._drop_pieces()
         return None
+
+    def _drop_pieces(self) -> None:
+        self._pieces.clear()
+        self._pieces_bytes = 0
 
     def is_cancelled(self) -> None:
         """Its blocks and staging are free, by a cancel or because it ended."""

@@ -106,7 +106,11 @@ class Handles:
             if not count % ENTRIES_PER_TURN:
                 yield
         for extra in frame.extras:
-            self._extra(extra, now)
+            in_pieces = (
+                extra.first or extra.more
+            )  # and then sent again on the newest connection, from its first on
+            if is_newest() or not in_pieces:
+                self._extra(extra, now)
             count += 1
             if not count % ENTRIES_PER_TURN:
                 yield
@@ -157,8 +161,9 @@ class Handles:
         self._guarded(handle, partial(handle.reader.ended, copy))
 
     def _cancelled(self, number: int) -> None:
-        handle = self._open.pop(number, None)
-        if handle is not None:
+        handle = self._open.get(number)
+        if handle is not None and handle.cancelled is not None:  # else its reader would wait for ever
+            del self._open[number]
             handle.is_cancelled()
 
     def _state(self, state: link_pb2.HandleState) -> None:

@@ -15,6 +15,7 @@ from cluster.errors import BatonError, InternalError, PeerLostError
 from cluster.faults.points import Act
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
+from cluster.protocol.times import LOST_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
 from router.link.connection import ENTRIES_PER_TURN, Connection
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
-MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
-MOVED_SECONDS = 0.5  # of an attempt to move once the worker has detached the handles, for DETACH_SECONDS
+MOVE_PAUSE_SECONDS = 1.0  # between attempts to move, and from one move to the next
+MOVED_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
 
 
 class WorkerLink:
@@ -64,6 +65,7 @@ class WorkerLink:
         self._moving: asyncio.Task[None] | None = None
         self._greeting: asyncio.Timeout | None = None  # of the connection that _move opens
         self._is_moved = False  # the worker sends nothing more on this connection
+        self._moved_at = -math.inf  # when a connection last replaced one that was up
         self._malformed_at = -math.inf  # when the worker last broke the protocol
         self._task = self._loop.create_task(self._run())
         self.is_lost = False  # until the worker welcomes this router again
@@ -131,13 +133,13 @@ class WorkerLink:
     def allow_delay(self, seconds: float) -> None:
         """Allow for a delay of this process: frames that arrived meanwhile may be unread."""
         self._received_at = min(self._loop.time(), self._received_at + seconds)
+        if self._connection is not None:
+            self._connection.allow_delay(seconds)
 
     def restart_clocks(self) -> None:
         """Count silence from now: this process was stopped, and frames that arrived meanwhile are unread."""
-        self._received_at = now = self._loop.time()
-        if self._connection is not None:
-            self._connection.restart_clock()
-        self._handles.restart_clocks(now)
+        self.allow_delay(math.inf)
+        self._handles.restart_clocks(self._loop.time())
 
     def give_up(self, error: BatonError) -> None:
         """Lose the worker, which is silent or breaks the protocol: all its handles are lost at once."""
@@ -167,7 +169,7 @@ class WorkerLink:
     # --- opening -------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        was_up, flaps = False, 0
+        was_up, flaps, alive_at = False, 0, 0.0
         while True:
             try:
                 connection = await self._opener.open(self, was_up, max(0, flaps - 1))
@@ -178,10 +180,16 @@ class WorkerLink:
                 log.exception("link to %s failed", self.worker.name)
                 self._lose(InternalError(f"{type(error).__name__}: {error}"))
             else:
-                was_up, up_at = True, self._loop.time()
+                up_at = self._loop.time()
+                was_up, alive_at = True, alive_at if was_up else up_at
                 await self._ended.wait()
                 self._ended.clear()
-                flaps = flaps + 1 if self._loop.time() - up_at < STEADY_SECONDS else 0
+                now = self._loop.time()
+                flaps = flaps + 1 if now - up_at < STEADY_SECONDS else 0
+                if self._received_at > up_at:
+                    alive_at = now
+                elif self.state is LinkState.BROKEN and now - alive_at > LOST_SECONDS:  # over all of them
+                    self._lose(PeerLostError(f"links to {self.worker.worker_id} end before anything comes"))
             if self.state is LinkState.LOST:
                 was_up, self.is_lost = False, True
                 self._on_lost()
@@ -189,17 +197,16 @@ class WorkerLink:
             self._machine.to(LinkState.CONNECTING)
 
     def _lose(self, error: BatonError) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
+        self._drop_connection()
         if self._machine.may(LinkState.LOST):
             self._machine.to(LinkState.LOST)
         self._handles.lose_all(error)
 
     def _attach(self, connection: Connection) -> None:
         """Make this connection the link. The worker cancels handles that the list does not name."""
-        moving = self.state is LinkState.MOVING
-        if not moving:
+        if self.state is LinkState.MOVING:
+            self._moved_at = self._loop.time()
+        else:
             self._machine.to(LinkState.GREETED)
             self._machine.to(LinkState.ATTACHING)
         self._is_moved = False
@@ -222,14 +229,12 @@ class WorkerLink:
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
         logged = ""  # the same reason is not logged at every attempt
+        # A worker may ask for the next one again and again.
+        await asyncio.sleep(max(0.0, self._moved_at + MOVE_PAUSE_SECONDS - self._loop.time()))
         while self._connection is older:
-            seconds = MOVED_SECONDS if self._is_moved else CONNECT_SECONDS
             try:
-                async with asyncio.timeout(seconds) as self._greeting:
-                    connection = await self._opener.greet(self)
-                    self._greeting = None
+                connection = await self._greet_next(MOVED_SECONDS if self._is_moved else CONNECT_SECONDS)
             except (OSError, TimeoutError, BatonError) as error:
-                self._greeting = None
                 reason = str(error) or "no answer"
                 if reason != logged:
                     text = "link to %s: opening its next connection failed; retrying: %s"
@@ -242,17 +247,34 @@ class WorkerLink:
             else:
                 connection.abort()  # the older one broke meanwhile
 
+    async def _greet_next(self, seconds: float) -> Connection:
+        """Raises OSError, TimeoutError or BatonError."""
+        try:
+            async with asyncio.timeout(seconds) as self._greeting:
+                return await self._opener.greet(self)
+        finally:
+            self._greeting = None
+
     async def _pause(self) -> None:
         """Wait before the next attempt at a lost worker, no longer than until a request is placed on it."""
+        if not self.idle:  # one was, since the worker was lost
+            return
         self._wanted.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOST_PAUSE_SECONDS):
                 await self._wanted.wait()
 
     def _break(self, state: LinkState) -> None:
-        connection, self._connection = self._connection, None
+        self._drop_connection()
         self._machine.to(state)
         self._ended.set()
+
+    def _drop_connection(self) -> None:
+        """Before the next one: the one that _move opens could have a higher serial than that, and would take the handles
+        from it, and be closed here."""
+        if self._moving is not None:
+            self._moving.cancel()
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 

@@ -123,6 +123,8 @@ class Links:
         now = asyncio.get_running_loop().time()
         late = now - self._due
         stopped = late > STOPPED_SECONDS
+        # Late: what has come since the loop's last turn is unread, and that turn may have been a tick before this was due.
+        lost_seconds = LOST_SECONDS + (TICK_SECONDS if late > TICK_SECONDS else 0.0)
         beats, asks = now >= self._beat_at, now >= self._status_at
         if beats:
             self._beat_at = now + BEAT_SECONDS
@@ -133,7 +135,7 @@ class Links:
                 link.restart_clocks()
             elif late > TICK_SECONDS:
                 link.allow_delay(late)
-            elif link.silent_seconds > LOST_SECONDS:
+            if link.silent_seconds > lost_seconds:
                 link.give_up(no_message(LOST_SECONDS))
             if beats:
                 link.beat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 from cluster.addresses import split
 from cluster.errors import PeerLostError
@@ -125,12 +126,21 @@ class Opener:
         return connection
 
     async def _reach(self, seconds: float) -> socket.socket:
-        """Raises OSError."""
+        """The first of its addresses that answers, each within its share of `seconds`: a name may have one of each family,
+        and a worker listens at one. Raises OSError; ConnectionRefusedError if all of them refuse."""
         host, port = split(self._worker.link_address)
-        (family, kind, protocol, _, address), *_ = await self._loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )
-        reached = socket.socket(family, kind, protocol)
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        failed: OSError = ConnectionRefusedError()
+        for family, kind, protocol, _, address in found:
+            try:
+                return await self._connected(
+                    socket.socket(family, kind, protocol), address, seconds / len(found)
+                )
+            except OSError as error:
+                failed = error if isinstance(failed, ConnectionRefusedError) else failed
+        raise failed
+
+    async def _connected(self, reached: socket.socket, address: Any, seconds: float) -> socket.socket:
         reached.setblocking(False)
         try:
             async with asyncio.timeout(seconds):

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     DRAINED = "it drains and has returned this request"
     LOST = "this request's stream to it was lost"
     UNANSWERED = "it did not answer whether this request's attempt had committed"
+    FAULTY = "it sent what an attempt of this request cannot have"
     HANDOFF = "a hand-off of this request to it failed"
     UNREACHABLE = "a worker of the other role does not reach it, or is not reached by it"
     ADAPTER = "it has not loaded the request's adapter"

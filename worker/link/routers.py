@@ -149,7 +149,8 @@ class Routers:
         if router is None or router.owner is not session:
             return
         handle = router.handles.get(attach.handle)
-        if handle is not None and handle.transfer_id != attach.transfer_id:
+        # Being cancelled, because its detach time is over: it would be forgotten without an end.
+        if handle is not None and (handle.transfer_id != attach.transfer_id or handle.cancelling):
             session.answer(link_pb2.HandleState(handle=attach.handle))
             return
         if handle is not None:

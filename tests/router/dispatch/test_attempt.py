@@ -343,6 +343,22 @@ async def test_a_lost_prefill_worker_does_not_end_the_question(world):
     assert await attempt.abort_unless_committed() is True
 
 
+async def test_a_committed_attempt_that_its_decode_worker_has_forgotten_since_is_lost(world):
+    """No end of the prefill worker says that the decode worker had it: the arbiter has."""
+    world.decode.arbiter = decode_pb2.ATTEMPT_STATE_COMMITTED
+    attempt = world.attempt()
+    attempt.start()
+    await until(lambda: world.decode.log is not None and world.links.up() == 2, "both have it")
+    await until(lambda: not attempt._handles[D].asked_early, "what it was asked is answered")
+    attempt.lost(P, PeerLostError("gone"))
+    assert await attempt.abort_unless_committed()
+    world.decode.link.forget(TRANSFER)
+    for link in world.links._links.values():
+        link.ask(-1.0)
+    await until(lambda: D in attempt.failed, "it is lost", 10.0)
+    assert "no such attempt" in str(ends(await attempt.events.take())[D].error)
+
+
 async def test_the_arbiter_is_asked_by_a_call_of_its_own(world):
     """Also while no link is up (rule 9 of the link)."""
     attempt = world.attempt()

@@ -148,7 +148,7 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
     (D, "ABORTED", HandoffError("x"), set()),
     (D, "PREEMPTED", None, set()),
     (D, "PREEMPTED", DrainingError("d leaves"), {"d"}),
-    (D, "DONE", None, set()),  # too early
+    (D, "DONE", None, {"d"}),  # too early
 ]
 
 
@@ -158,6 +158,17 @@ async def test_workers_excluded_from_the_next_placement(text, monkeypatch, sourc
     await run(world, monkeypatch)
     assert len(world.attempts) == 2
     assert world.excluded[1] == left_out
+
+
+async def test_workers_that_leave_a_gap_are_excluded(text, monkeypatch):
+    """With the request's prefix in its cache, a faulty one would be chosen for each further attempt."""
+
+    def gap(attempt: Scripted) -> None:
+        attempt.play("gap", attempt.from_position)
+
+    world = Played(text, gap)
+    await run(world, monkeypatch)
+    assert len(world.attempts) == 2 and world.excluded[1] == {"d"}
 
 
 async def test_a_wrong_request_is_not_tried_again(text, monkeypatch):

@@ -22,9 +22,11 @@ from router.link import link as links
 from router.link import opener
 from router.link.connection import Connection
 from router.link.links import Links
+from router.link.state import LinkState
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
 from tests.router.link.conftest import Pair, tokens
+from wire import link_pb2
 from worker.link import connection as worker_connection
 
 RENEWED_SECONDS = 10.0  # within which changed certificate files have a new link
@@ -245,3 +247,38 @@ async def test_a_link_that_does_not_move_at_once_is_tried_again(secured, authori
     secured.link._opener.greet = greet
     await until(lambda: secured.serial > serial, "it moved")
     assert not secured.worker.cancelled
+
+
+async def test_an_older_connection_that_does_not_move_is_cut(pair, monkeypatch):
+    """By the router too: the worker may not do it."""
+    monkeypatch.setattr(links, "MOVE_SECONDS", 0.5)
+    monkeypatch.setattr(links, "MOVE_PAUSE_SECONDS", 0.1)
+    one = pair.read()
+    await pair.up()
+    older = pair.link._connection
+
+    async def fails(link: Any) -> Any:
+        raise OSError("no route")
+
+    monkeypatch.setattr(pair.link._opener, "greet", fails)
+    pair.link.move()
+    await until(lambda: pair.link._connection not in (None, older), "it is cut, and opened again", 10.0)
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+    assert one.error is None
+
+
+async def test_an_older_connections_notices_are_not_the_newer_ones(pair):
+    def notice(kind: link_pb2.LinkNotice.ValueType) -> None:
+        pair.link.take(older, link_pb2.WorkerFrame(notice=kind), 0)
+
+    pair.read()
+    await pair.up()
+    older = pair.link._connection
+    notice(link_pb2.LINK_NOTICE_MOVED)
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    assert not pair.link._is_moved, "that was said of the older one"
+    for kind in (link_pb2.LINK_NOTICE_GO_AWAY, link_pb2.LINK_NOTICE_FENCED, link_pb2.LINK_NOTICE_MOVED):
+        notice(kind)
+    assert pair.link.state is LinkState.UP and not pair.link._is_moved

@@ -15,8 +15,11 @@ from cluster.errors import InternalError, PeerLostError
 from cluster.protocol.link import LINK_LOST_SECONDS, RETRY_SECONDS
 from router.link import links as all_links
 from router.link import opener
+from router.link.connection import Connection
+from router.link.state import LinkState
 from tests.harness.waiting import until
 from tests.router.link.conftest import end, tokens
+from wire import link_pb2
 
 REDISPATCH_SECONDS = 1.2
 
@@ -125,6 +128,7 @@ async def test_each_try_is_a_fresh_connection_after_its_pause(pair, network, mon
     await until(lambda: one.error is not None, "it is lost")
     assert pauses[:4] == list(RETRY_SECONDS[:4]) and sum(pauses) < LINK_LOST_SECONDS
     assert 5 <= len(opened) <= 8
+    assert pauses[-1] == opener.MIN_PAUSE_SECONDS, "the last tries come close together"
 
 
 @pytest.mark.parametrize("way", ["both", "from", "to"])
@@ -218,3 +222,133 @@ async def test_an_unexpected_exception_of_a_link_loses_its_handles_and_it_opens_
     other = pair.read()
     tokens(other.log, 0, 1)
     await until(lambda: other.tokens == [[0]], "the link serves")
+
+
+async def test_a_break_ends_the_move_under_way(pair, monkeypatch):
+    """Its hello would have a higher serial than that of the connection after the break: the worker would send nothing
+    there any more, and cancel the attempts."""
+    one = pair.read()
+    await pair.up()
+    opening, older = pair.link._opener, pair.link._connection
+    reach, may_reach = opening._reach, asyncio.Event()
+
+    async def slow(seconds: float) -> Any:
+        await may_reach.wait()
+        return await reach(seconds)
+
+    monkeypatch.setattr(opening, "_reach", slow)
+    pair.link.move()
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(opening, "_reach", reach)
+    pair.cut()
+    await until(lambda: pair.link._connection not in (None, older), "it is up again")
+    may_reach.set()
+    await asyncio.sleep(0.3)
+    tokens(one.log, 0, 3)
+    await until(lambda: one.tokens == [[0, 1, 2]], "it goes on", 2.0)
+    assert one.error is None and not pair.worker.cancelled and pair.links.up() == 1
+    notice = link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_MOVED)
+    pair.link.take(pair.link._connection, notice, 0)  # with no move under way that it could hurry
+    pair.link.move()
+    await until(lambda: pair.link.state is LinkState.UP, "a later move takes place")
+    tokens(one.log, 3, 1)
+    await until(lambda: one.tokens == [[0, 1, 2, 3]], "and loses nothing", 2.0)
+
+
+async def test_a_request_that_comes_as_its_worker_is_lost_waits_for_no_pause(pair, monkeypatch):
+    monkeypatch.setattr("router.link.link.LOST_PAUSE_SECONDS", 60.0)
+    pair.read()
+    await pair.up()
+    pair.link.give_up(PeerLostError("silent"))
+    one = pair.read()  # before the link's task has run
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "its link is opened at once", 10.0)
+
+
+async def test_a_request_for_a_lost_worker_ends_its_pause(pair, monkeypatch):
+    monkeypatch.setattr("router.link.link.LOST_PAUSE_SECONDS", 60.0)
+    pair.read()
+    await pair.up()
+    pair.link.give_up(PeerLostError("silent"))
+    await asyncio.sleep(0.1)
+    assert pair.links.up() == 0
+    one = pair.read()
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "its link is opened at once", 10.0)
+
+
+async def test_only_a_link_that_broke_has_little_time(pair, monkeypatch):
+    """A lost worker may be one that starts again: its first connection has as long as any first one (rule 5)."""
+    pair.read()
+    await pair.up()
+    opened, opening = [], pair.link._opener.open
+
+    async def noted(link: Any, was_up: bool, attempt: int) -> Any:
+        opened.append(was_up)
+        return await opening(link, was_up, attempt)
+
+    monkeypatch.setattr(pair.link._opener, "open", noted)
+    pair.cut()
+    await until(lambda: len(opened) == 1 and pair.links.up() == 1, "it is up again")
+    pair.link.give_up(PeerLostError("silent"))
+    await until(lambda: len(opened) == 2 and pair.links.up() == 1, "it is up once more")
+    assert opened == [True, False]
+
+
+async def test_a_cancel_does_not_wait_for_a_worker_that_is_lost(pair, monkeypatch):
+    one = pair.read()
+    await pair.up()
+
+    async def never(transfer_id: bytes) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(pair.worker.routers, "_cancel", never)
+    asking = asyncio.create_task(one.handle.cancel(60.0))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    pair.link.give_up(PeerLostError("silent"))
+    assert await asyncio.wait_for(asking, 5.0) is False
+
+
+async def test_what_waits_for_a_worker_that_reads_again_is_sent_at_once(pair):
+    """Not only with the next beat."""
+    one = pair.read()
+    await pair.up()
+    pair.links._timer.cancel()
+    connection = pair.link._connection
+    connection.pause_writing()
+    cancelling = asyncio.create_task(one.handle.cancel(30.0))
+    await asyncio.sleep(0.2)
+    assert not pair.worker.cancelled, "nothing is written meanwhile"
+    connection.resume_writing()
+    assert await asyncio.wait_for(cancelling, 5.0)
+
+
+async def test_what_was_not_sent_before_a_break_is_not_sent_behind_it(pair, monkeypatch):
+    """The list says it all: an older question's answer would be taken for a later one's, and an attempt that is being
+    cancelled is not named."""
+    kept, dropped = pair.read(), pair.read()
+    await pair.up()
+    frames: list[link_pb2.RouterFrame] = []
+    write = Connection.write
+
+    def noted(connection: Connection, frame: link_pb2.RouterFrame) -> None:
+        frames.append(frame)
+        write(connection, frame)
+
+    monkeypatch.setattr(Connection, "write", noted)
+    pair.links._timer.cancel()
+    pair.link._connection.pause_writing()
+    pair.link.ask(-1.0)
+    kept.handle.credit(0, 500)
+    cancelling = asyncio.create_task(dropped.handle.cancel(30.0))
+    await asyncio.sleep(0.1)
+    assert not frames
+    pair.cut()
+    await until(lambda: pair.worker.cancelled == [dropped.transfer_id], "its new list does not name it", 10.0)
+    pair.link.beat()
+    await until(lambda: any(frame.beat for frame in frames), "and with it what waits")
+    named = [attach.handle for frame in frames for attach in frame.attach]
+    assert named == [kept.handle.number]
+    assert not any(frame.status or frame.credit or frame.cancel for frame in frames)
+    cancelling.cancel()

@@ -204,3 +204,35 @@ async def test_what_is_kept_of_a_frame_is_a_copy(pair, monkeypatch):
     frame.ends[0].end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
     token, ended = kept
     assert token.token_id == 5 and not ended.outcome
+
+
+async def test_an_answer_to_no_cancel_is_skipped(pair):
+    """Without its handle an attempt would get neither tokens nor an end, and wait for ever."""
+    one = pair.read()
+    await pair.up()
+    frame = link_pb2.WorkerFrame(cancelled=[one.handle.number])
+    pair.link.take(pair.link._connection, frame, entries_of(frame))
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on", 5.0)
+    assert await one.handle.cancel(5.0) and pair.link.idle
+
+
+async def test_a_piece_on_an_older_connection_is_none_of_the_newer_ones(pair):
+    """Both have no order: a late one must not end the token that comes again."""
+    one = pair.read()
+    await pair.up()
+    older = pair.link._connection
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+
+    def says(connection: Any, first: int, *, more: bool) -> None:
+        piece = link_pb2.HandleToken(handle=one.handle.number, first=first, more=more)
+        piece.token.position = PROMPT
+        piece.token.top_logprobs.add(token_id=first)
+        frame = link_pb2.WorkerFrame(extras=[piece])
+        pair.link.take(connection, frame, entries_of(frame))
+
+    says(pair.link._connection, 0, more=True)
+    says(older, 2, more=True)
+    says(pair.link._connection, 1, more=False)
+    assert one.tokens == [[0]], "joined"

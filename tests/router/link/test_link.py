@@ -164,7 +164,8 @@ async def test_status_finds_an_attempt_that_the_worker_lost(pair):
     assert "no such attempt" in str(unknown.error)
 
 
-async def test_a_link_moves_and_loses_nothing(pair):
+async def test_a_link_moves_and_loses_nothing(pair, monkeypatch):
+    monkeypatch.setattr("router.link.link.MOVE_PAUSE_SECONDS", 0.0)
     one = pair.read()
     await pair.up()
     for turn in range(5):

@@ -140,3 +140,68 @@ async def test_queued_and_paused_handles_are_no_suspects(pair, monkeypatch):
     end(paused.log)
     await until(lambda: paused.end is not None, "it goes on")
     assert paused.tokens == [list(range(266))]
+
+
+async def test_a_router_that_is_always_late_loses_a_silent_worker(pair):
+    """Each tick 0.2 s late, as where other processes want the processor: a third of the time counts."""
+    one = pair.read()
+    pair.worker.hangs = True
+    await pair.up()
+    ticks = 0
+    while one.error is None and ticks < 100:
+        ticks += 1
+        pair.links._timer.cancel()
+        pair.link._received_at -= 0.3
+        pair.links._due = asyncio.get_running_loop().time() - 0.2
+        pair.links._tick()
+    assert LOST_SECONDS / 0.3 < ticks <= (LOST_SECONDS + 0.3) / 0.1
+
+
+async def test_lateness_is_subtracted_from_a_blocked_write_too(pair):
+    one = pair.read()
+    await pair.up()
+    connection, now = pair.link._connection, asyncio.get_running_loop().time()
+    connection.allow_delay(0.6)
+    assert not connection.blocked
+    connection.blocked_since = now - LOST_SECONDS - 0.3
+    pair.links._timer.cancel()
+    pair.links._due = now - 0.6
+    pair.links._tick()
+    assert one.error is None and 4.0 < pair.link.silent_seconds < LOST_SECONDS
+    pair.link.restart_clocks()
+    assert pair.link.silent_seconds < 1.0
+    connection.resume_writing()
+
+
+async def test_a_router_that_was_stopped_asks_for_no_handle_at_once(pair):
+    """Their entries lie unread: each would be asked for, and its credit sent again."""
+    one = pair.read()
+    await pair.up()
+    one.handle.received_at -= 10.0
+    pair.link.restart_clocks()
+    assert asyncio.get_running_loop().time() - one.handle.received_at < 1.0
+
+
+async def test_silent_handles_are_looked_for_now_and_then(pair, monkeypatch):
+    """Not at each tick: that would look at every handle of every link ten times a second."""
+    pair.read()
+    await pair.up()
+    looked: list[float] = []
+    monkeypatch.setattr(pair.link, "ask", looked.append)
+    await asyncio.sleep(0.5)
+    assert len(looked) <= 1
+
+
+async def test_a_handle_whose_tokens_come_is_not_asked_for(pair, monkeypatch):
+    one = pair.read()
+    await pair.up()
+    asked: list[int] = []
+    monkeypatch.setattr(pair.link._outgoing, "status", asked.append)
+    one.handle.received_at -= LOST_SECONDS + 1
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it came")
+    pair.link.ask(LOST_SECONDS)
+    assert not asked
+    one.handle.received_at -= LOST_SECONDS + 1
+    pair.link.ask(LOST_SECONDS)
+    assert asked == [one.handle.number]

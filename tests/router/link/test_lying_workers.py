@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import PeerLostError
 from cluster.link.framing import MAX_FRAME_BYTES, to_frame
+from router.link import handle as handles
 from router.link import links as all_links
 from router.link import outgoing
 from router.link.connection import ENTRIES_PER_TURN, FRAMES_PER_TURN, entries_of
@@ -199,7 +200,9 @@ async def test_many_small_frames_take_several_turns(pair):
     pair.link.take = counted
     connection.data_received(to_frame(Frame()) * (4 * FRAMES_PER_TURN))
     assert taken <= FRAMES_PER_TURN and connection._paused
-    await until(lambda: taken >= 4 * FRAMES_PER_TURN, "the rest comes")
+    connection.data_received(to_frame(Frame()))  # as TLS, which had decrypted it before
+    assert taken <= FRAMES_PER_TURN
+    await until(lambda: taken >= 4 * FRAMES_PER_TURN + 1, "the rest comes")
     await until(lambda: not connection._paused, "it reads on")
     assert pair.links.up() == 1
 
@@ -233,3 +236,67 @@ async def test_an_error_names_a_foreign_worker_in_few_characters(lying):
     worker = await lying(says(b""), welcome=foreign)
     await until(lambda: worker.reading.error is not None, "it is lost", 10)
     assert len(str(worker.reading.error)) < 200 and "\n" not in str(worker.reading.error)
+
+
+@pytest.mark.parametrize("choices", [1, 1 << 20], ids=["one choice", "many"])
+async def test_pieces_without_end_take_bounded_memory(choices, pair, monkeypatch):
+    monkeypatch.setattr(handles, "MAX_PIECES_BYTES", 100_000)
+    one = pair.read(opened=False, taken_in=False)
+    await pair.up()
+    handle, most = one.handle, 0
+    entries = [common_pb2.TokenLogprob(token_id=1 << 30, logprob=-1.0)] * 100
+    for number in range(2000):
+        kept = handle._pieces.get(number % choices)
+        piece = link_pb2.HandleToken(first=len(kept[0].top_logprobs) if kept else 0, more=True)
+        piece.token.choice = number % choices
+        piece.token.top_logprobs.extend(entries)
+        assert handle.joined(piece) is None
+        most = max(most, sum(token.ByteSize() for token, _ in handle._pieces.values()))
+        assert handle._pieces_bytes == sum(size for _, size in handle._pieces.values())
+        assert len(handle._pieces) < 100_000 // handles.PIECE_BYTES
+    assert 30_000 < most <= 100_000
+
+
+async def test_a_worker_whose_links_end_before_anything_comes_is_lost(lying, pair, monkeypatch):
+    """Each time its attempts attach again: without a bound they would wait until their deadlines."""
+    monkeypatch.setattr("router.link.link.LOST_SECONDS", 1.0)
+
+    async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.05)
+
+    worker = await lying(ends)
+    began = asyncio.get_running_loop().time()
+    await until(lambda: worker.reading.error is not None, "its attempt is lost", 10)
+    assert asyncio.get_running_loop().time() - began >= 1.0
+    assert "before anything comes" in str(worker.reading.error)
+    assert "l@0000000000000009" in pair.links.suspects
+
+
+async def test_a_worker_whose_links_end_after_a_beat_is_not_lost(lying, monkeypatch):
+    monkeypatch.setattr("router.link.link.LOST_SECONDS", 0.5)
+
+    async def beats(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.05)
+        writer.write(to_frame(Frame(beat=common_pb2.Beat(engine_step=1))))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+    worker = await lying(beats)
+    await asyncio.sleep(2.0)
+    assert worker.reading.error is None and worker.welcomed >= 4
+
+
+async def test_a_worker_that_asks_for_another_link_again_and_again_gets_one_a_second(lying, pair):
+    go_away = to_frame(Frame(notice=link_pb2.LINK_NOTICE_GO_AWAY))
+    worker = await lying(says(go_away, after=0.02))
+    await asyncio.sleep(1.5)
+    assert 2 <= worker.welcomed <= 4 and worker.reading.error is None
+
+
+async def test_a_worker_that_breaks_the_protocol_once_in_a_while_is_not_lost(lying, pair, monkeypatch):
+    """A connection that the network damages is no worse than one that it cuts."""
+    monkeypatch.setattr("router.link.link.MALFORMED_SECONDS", 0.1)
+    beat = to_frame(Frame(beat=common_pb2.Beat(engine_step=1)))
+    worker = await lying(says(beat + (5).to_bytes(4, "little") + b"\xff" * 5, after=0.2))
+    await until(lambda: worker.welcomed >= 4, "it is opened again each time", 10)
+    assert worker.reading.error is None

@@ -62,8 +62,14 @@ class HandLink:
     """One connection of a router. Implements worker.link.session.FrameTransport."""
 
     def __init__(
-        self, worker: HandWorker, serial: int, incarnation: int = INCARNATION, version: int = LINK_VERSION
+        self,
+        worker: HandWorker,
+        serial: int,
+        incarnation: int = INCARNATION,
+        version: int = LINK_VERSION,
+        epoch: int | None = None,
     ):
+        """`epoch`: that it greets; None: the worker's."""
         self.closed = False
         self.sizes: list[int] = []  # of the frames that came
         self._frames = FrameReader()
@@ -79,7 +85,7 @@ class HandLink:
                 incarnation=incarnation,
                 serial=serial,
                 worker_id=worker.worker_id,
-                epoch=worker.epoch,
+                epoch=worker.epoch if epoch is None else epoch,
             )
         )
 

@@ -194,3 +194,18 @@ async def test_a_step_of_more_handles_than_a_frame_has_rows_leaves_in_turn(worke
     second = rows([link.read_one()])
     assert [handle for handle, _, _ in first + second[:-1]] == numbers and len(first) == MAX_ROWS
     assert second[-1] == (1, 0, 1), "behind those that have waited"
+
+
+async def test_a_large_token_behind_another_begins_with_its_first_piece(worker):
+    log = worker.open(1)
+    link = HandLink(worker, 1, version=1)
+    link.attach([1])
+    link.read()
+    tokens = [whole(0, position, alternatives=7000) for position in range(3)]
+    for token in tokens:
+        log.add(0, token.position, 7, token)
+    pieces = [extra for frame in link.read() for extra in frame.extras]
+    for token in tokens:
+        own = [piece for piece in pieces if piece.token.position == token.position]
+        assert len(own) > 1 and own[0].first == 0
+        assert [one for piece in own for one in piece.token.top_logprobs] == list(token.top_logprobs)

@@ -130,6 +130,21 @@ async def test_a_list_over_several_frames_is_complete_with_its_last(worker):
     assert set(worker.handles) == {transfer(1), transfer(3)}
 
 
+async def test_an_attempt_whose_detach_time_is_over_is_unknown_to_a_link_that_comes_then(worker):
+    """Its cancel takes a moment, and forgets it without an end: the router would wait for that until it asks."""
+    worker.open(1)
+    worker.free.clear()
+    link = up(worker, 1)
+    link.session.closed()
+    await until(lambda: worker.cancelled == [transfer(1)], "it is being cancelled")
+    again = HandLink(worker, 2)
+    again.attach([1])
+    assert kinds(again.read()) == {1: "UNKNOWN"}
+    worker.free.set()
+    await until(lambda: not worker.handles, "it is forgotten")
+    assert worker.cancelled == [transfer(1)]
+
+
 async def test_an_end_that_left_before_the_list_was_complete_is_kept(worker):
     log = worker.open(1)
     link = HandLink(worker, 1)
