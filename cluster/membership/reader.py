@@ -224,7 +224,7 @@ class Members:
     changes.
 
     If Redis has lost a slot that it had assigned, it was emptied or rolled back: workers that it no longer names stay in
-    the view until they have had time to register again.
+    the view until they have had time to register again. Likewise where its clock has jumped ahead.
     """
 
     def __init__(self, redis_url: str, namespace: str):
@@ -243,6 +243,7 @@ class Members:
         self.errors = 0  # reads that Redis did not answer
         self._slots = 0  # assigned so far, by Redis's own count
         self._back_since = 0.0
+        self._redis_ms = 0  # Redis's time at the last reading
         self.refreshed = 0.0
 
     @property
@@ -312,7 +313,10 @@ class Members:
         generation, everything, *overdue = answer
         slots = int(everything[1]) if everything else self._slots
         read = await _decode_in_slices(everything) if everything else None
-        if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two reads
+        jumped = self._clock_jumped(int(everything[0] if everything else overdue[0]), now)
+        if (
+            not self.redis_ok or slots < self._slots or jumped
+        ):  # emptied or rolled back, perhaps between two reads
             self._back_since = now
         self.redis_ok, self._slots, self._generation, self.refreshed = True, slots, generation, now
         named = self._with_leases(*overdue) if read is None else read
@@ -321,6 +325,13 @@ class Members:
         if named is not self._named or len(self._workers) != len(named):
             self._named = named
             self._workers = self._merge(named, now)
+
+    def _clock_jumped(self, redis_ms: int, now: float) -> bool:
+        """Whether Redis's clock has gone so far ahead since the last reading that leases of workers that live look long
+        dead: it may have deleted these, and they need a moment to register again."""
+        before, self._redis_ms = self._redis_ms, redis_ms
+        ahead = (redis_ms - before) / 1000 - (now - self.refreshed)
+        return bool(before) and ahead > FORGET_SECONDS / 2
 
     def _with_leases(self, now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
         """The workers that Redis named last, with the leases of now; the same list if these are the same."""

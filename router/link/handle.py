@@ -50,7 +50,16 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "_pieces", "_pieces_bytes", "asked_early", "cancelled", "number", "reader", "received_at")
+    __slots__ = (
+        "_link",
+        "_pieces",
+        "_pieces_bytes",
+        "asked_early",
+        "cancelled",
+        "number",
+        "reader",
+        "received_at",
+    )
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link

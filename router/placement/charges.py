@@ -138,6 +138,11 @@ class Charges:
         """Whether Redis is yet to be told of a change."""
         return bool(self._added or self._prefilled or self._released)
 
+    @property
+    def untold(self) -> int:
+        """Changes that Redis is yet to be told of, of charges that it may have."""
+        return len(self._prefilled) + len(self._released)
+
     def changes(self) -> Changes:
         """The oldest changes, as many as one call may carry."""
         added = {one: self._charges[one].packed for one in _first(self._added)}

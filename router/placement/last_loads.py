@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import redis
 from redis.asyncio.client import Pipeline
 
+from cluster.config.worker import Role
 from cluster.membership.facts import group_id
 from cluster.membership.types import WorkerInfo
 from router.placement.charges import Charges
 from router.placement.eligibility import MAX_LISTED, Eligibility
 from router.placement.keys import PlacementKeys
+from router.placement.kv_groups import kv_group_of
 from router.placement.redis_poll import Answers
+from router.placement.types import KvGroup
 
-READ_LEAST = 64  # workers of a role in a large fleet: those with the least load
-READ_GROUPS = 4  # KV groups of a large fleet
+READ_LEAST = 64  # workers of a role in a large KV group: those with the least load
+READ_GROUPS = 4  # large ones
+READ_NAMED = 512  # workers of the others, all together
 VALID_SECONDS = 60.0  # later most of what was placed then has ended
 
 
@@ -39,22 +43,32 @@ class LastLoads:
         self._then: dict[str, int] = {}  # tokens by name, what this router had placed included
         self._own: Mapping[str, int] = {}  # tokens by name that this router had placed
         self._fullest = 0  # the largest load in `_then`
+        self._seen: Eligibility | None = None
+        self._known: tuple[list[WorkerInfo], list[bytes]] = ([], [])  # of it
 
     def ask(self, pipeline: Pipeline) -> Callable[[Answers], None]:
-        own, eligibility = dict(self._charges.by_worker), self._eligibility()
-        roles = eligibility.prefill, eligibility.decode
-        if max(map(len, roles)) <= MAX_LISTED:
-            workers = [worker for role in roles for worker in role]
-            if workers:
-                pipeline.hmget(self._keys.load, [f"{worker.role[0]}:{worker.name}" for worker in workers])
-            names = [worker.name for worker in workers]
-            return lambda answers: self._take(own, zip(names, *answers, strict=True))
-        for group in _groups(roles[1]):
+        own = dict(self._charges.by_worker)
+        named, large = self._groups_of(self._eligibility())
+        if named:
+            pipeline.hmget(self._keys.load, [f"{worker.role[0]}:{worker.name}" for worker in named])
+        for group in large:
             for kind in "pr":
                 pipeline.zrange(self._keys.scores(group, kind), 0, READ_LEAST - 1, withscores=True)
-        return lambda answers: self._take(
-            own, ((name.decode(), load) for heads in answers for name, load in heads)
-        )
+
+        def take(answers: Answers) -> None:
+            names = [worker.name for worker in named]
+            loads = list(zip(names, answers[0] if named else (), strict=True))
+            heads = answers[1:] if named else answers
+            self._take(own, [*loads, *((name.decode(), load) for head in heads for name, load in head)])
+
+        return take
+
+    def _groups_of(self, eligibility: Eligibility) -> tuple[list[WorkerInfo], list[bytes]]:
+        """Workers whose load is read by name, and the KV groups whose sorted sets are read: placements keep the sets of
+        large groups only."""
+        if self._seen is not eligibility:
+            self._seen, self._known = eligibility, _groups(eligibility)
+        return self._known
 
     def refused(self, error: redis.RedisError) -> None:
         """The loads that were read before stay in use."""
@@ -82,6 +96,16 @@ class LastLoads:
         return max(0, then + self._charges.by_worker.get(name, 0) - self._own.get(name, 0))
 
 
-def _groups(decode: Sequence[WorkerInfo]) -> list[bytes]:
-    groups = dict.fromkeys(group_id(one.model_id, one.page_size, one.layout) for one in decode)
-    return list(groups)[:READ_GROUPS]
+def _groups(eligibility: Eligibility) -> tuple[list[WorkerInfo], list[bytes]]:
+    by_group: dict[KvGroup, dict[Role, list[WorkerInfo]]] = {}
+    for worker in (*eligibility.decode, *eligibility.prefill):
+        by_role = by_group.setdefault(kv_group_of(worker), {"prefill": [], "decode": []})
+        by_role[worker.role].append(worker)
+    named: list[WorkerInfo] = []
+    large: list[bytes] = []
+    for group, by_role in by_group.items():
+        if max(map(len, by_role.values())) > MAX_LISTED:
+            large.append(group_id(group.model_id, group.page_size, group.layout))
+        else:
+            named += [worker for workers in by_role.values() for worker in workers]
+    return named[:READ_NAMED], large[:READ_GROUPS]

@@ -148,6 +148,7 @@ class Placement:
                 self.eligibility.listed = self.eligibility.listed or placed is Unplaced.FEW
                 await self._members.refresh()
                 self._check_roles(request)
+            self._check_roles(request)  # the membership may have changed while Redis was waited for
             placed = self._standalone.place(request, self.eligibility.candidates(request))
             self._charge(request, placed, in_redis=False)
             return placed

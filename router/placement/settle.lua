@@ -15,6 +15,7 @@
 -- routers: <router>:<run> -> when its lease ends; of a table that is being dropped, 0
 local WALKED = 256  -- charges in one step of a walk
 local SWEPT = 128  -- charges of dead routers dropped in a call; a small table is dropped whole
+local AHEAD = 64  -- leases that are shortened in a call
 local call = redis.call
 local router, lease_ms, run, number = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local oldest_awaited, walk_from = ARGV[5], ARGV[6]
@@ -37,14 +38,6 @@ if run < latest then return {-1, 0, 0, ''} end
 if run > latest or not known[2] then return {-2, 0, 0, ''} end
 
 local skipped = 0
--- The walk comes before the changes: what is released here is not shown as left over.
-local cursor, ids = '', {}
-if walk_from ~= '' then
-  local step = call('HSCAN', KEYS[3], walk_from, 'COUNT', WALKED)
-  cursor = step[1]
-  for i = 1, #step[2], 2 do ids[#ids + 1] = step[2][i] end
-end
-
 local function drop(table, id, packed)
   local class, prefill, decode, p, d = unpack_charge(packed)
   if class then
@@ -89,6 +82,17 @@ if number > tonumber(known[2]) then
   end
 end
 call('ZADD', KEYS[2], now + lease_ms, router .. ':' .. run)
+
+-- The walk comes after the changes: what is released here is not shown as left over.
+local cursor, ids = '', {}
+if walk_from ~= '' then
+  local step = call('HSCAN', KEYS[3], walk_from, 'COUNT', WALKED)
+  cursor = step[1]
+  for i = 1, #step[2], 2 do ids[#ids + 1] = step[2][i] end
+  -- After a failover the clock may be behind: the lease of a dead router would not run out for as long.
+  local ahead = call('ZRANGE', KEYS[2], string.format('(%.0f', now + lease_ms), '+inf', 'BYSCORE', 'LIMIT', 0, AHEAD)
+  for i = 1, #ahead do call('ZADD', KEYS[2], now + lease_ms, ahead[i]) end
+end
 
 -- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
 call('HSET', KEYS[1], '', string.rep('0', 65))

@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
 MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is left expires with its lease
+# Changes and lost calls that are kept for a Redis that does not answer. Beyond them the router takes a new run when it
+# does, to which it adds the charges that are left.
+MAX_UNTOLD = 16_384
+WARN_SECONDS = (
+    60.0  # between two warnings of another router with the same id: each settling takes the id over
+)
 _LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 
 
@@ -96,6 +102,7 @@ class Settlement:
         self._walk = TableWalk(charges)
         self._dirty = asyncio.Event()  # there is something to tell Redis
         self._closed = False
+        self._warned = -WARN_SECONDS  # of another router with this id
         self._task: asyncio.Task[None] | None = None
         self.errors = 0  # calls that Redis did not answer in time
         self.skipped = 0  # fields of Redis's tables that are no charges
@@ -141,17 +148,25 @@ class Settlement:
     async def settle(self) -> None:
         try:
             if not self._calls.run:
-                given = await self._send(0, 0, 0, "", 0, 0)
-                if type(given) is not int:
-                    raise redis.InvalidResponse("the answer to a router's first settlement is malformed")
-                self._calls.restart(given)
-                self._walk.abandon()
-                self._charges.restore_all()
+                await self._take_run()
             await self._settle()
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             log.debug("charges of router %s wait for Redis: %s", self._router_id, error)
             self._dirty.set()
+            if self._charges.untold + len(self._calls.unheard) > MAX_UNTOLD:
+                self._calls.restart(0)
+
+    async def _take_run(self) -> None:
+        """Get a run, to which all charges are added. What has ended before is in no table of it, so that is not kept while
+        Redis does not answer."""
+        self._charges.restore_all()
+        given = await self._send(0, 0, 0, "", 0, 0)
+        if type(given) is not int:
+            raise redis.InvalidResponse("the answer to a router's first settlement is malformed")
+        self._calls.restart(given)
+        self._walk.abandon()
+        self._charges.restore_all()
 
     async def _settle(self) -> None:
         for transfer_id in self._calls.unanswered:
@@ -182,7 +197,8 @@ class Settlement:
 
     def _take_new_run(self, status: int) -> None:
         """All charges are added under the new run; a table under the old one is dropped as a dead router's."""
-        if status == _LATER_RUN:
+        if status == _LATER_RUN and time.monotonic() - self._warned > WARN_SECONDS:
+            self._warned = time.monotonic()
             log.warning(
                 "another router uses the id %r; this one takes it over. Give each router its own router_id",
                 self._router_id,
@@ -207,7 +223,12 @@ class Settlement:
             quiet = time.monotonic() - renewed
             if self._dirty.is_set() or quiet > ROUTER_LEASE_SECONDS / (5 if self._charges else 2):
                 self._dirty.clear()
-                await self.settle()
+                try:
+                    await self.settle()
+                except Exception:  # the task goes on, or nothing of this router would be settled again
+                    log.exception("charges could not be settled; retrying")
+                    await asyncio.sleep(ROUTER_LEASE_SECONDS / 5)
+                    self._dirty.set()
                 renewed = time.monotonic()
             await asyncio.sleep(SETTLE_SECONDS)
 

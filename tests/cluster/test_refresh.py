@@ -16,7 +16,7 @@ from cluster.membership.reader import Members
 from cluster.membership.registry import Registry, encode
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.times import FORGET_SECONDS, RENEW_SECONDS
+from cluster.protocol.times import FORGET_SECONDS, REGISTER_AGAIN_SECONDS, RENEW_SECONDS
 from cluster.redis.connect import connect
 
 INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
@@ -149,6 +149,45 @@ async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(me
     for _ in range(2):
         await members.refresh()
         assert [worker.worker_id for worker in members.all] == ["w1"]
+
+
+async def test_workers_that_redis_forgets_because_its_clock_jumped_have_time_to_register(
+    members: Members, clock: Clock
+) -> None:
+    """All leases look long dead to it, so it deletes the workers. They live, and renew twice a second."""
+    ahead = b"%d" % (1000 + 2 * FORGET_SECONDS * 1000)
+    gone = [b"another", [ahead, b"4"]]
+    answers: list[Any] = [answer(1), gone, gone]
+    members.redis_ok, members._back_since = True, -1e9
+
+    async def read(**arguments: Any) -> Any:
+        return answers.pop(0)
+
+    members._read = read  # type: ignore[assignment]
+    for _ in range(2):
+        await members.refresh()
+        assert [worker.worker_id for worker in members.all] == ["w1"]
+    clock.now += REGISTER_AGAIN_SECONDS + 1
+    await members.refresh()
+    assert members.all == [], "it had time to register"
+
+
+async def test_a_worker_that_leaves_is_not_kept_however_late_that_is_read(
+    members: Members, clock: Clock
+) -> None:
+    """The router itself was stopped meanwhile: both clocks have gone on."""
+    later = b"%d" % (1000 + 2 * FORGET_SECONDS * 1000)
+    answers: list[Any] = [answer(1), [b"another", [later, b"4"]]]
+    members.redis_ok, members._back_since = True, -1e9
+
+    async def read(**arguments: Any) -> Any:
+        return answers.pop(0)
+
+    members._read = read  # type: ignore[assignment]
+    await members.refresh()
+    clock.now += 2 * FORGET_SECONDS
+    await members.refresh()
+    assert members.all == []
 
 
 async def test_what_has_not_changed_is_not_read_again(

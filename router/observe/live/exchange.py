@@ -5,6 +5,7 @@ Without it, a page behind a load balancer would show the counts of another route
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from importlib import resources
@@ -50,7 +51,7 @@ class Exchange:
     async def _ask(self, report: bytes) -> dict[str, RouterCounts] | None:
         arguments = (self._router_id, report, int(FORGET_SECONDS * 1000))
         try:
-            read = _read(await self._call(self._keys, arguments, CALL_SECONDS))
+            read = await _read(await self._call(self._keys, arguments, CALL_SECONDS))
         except (redis.RedisError, TimeoutError, OSError) as error:
             if not self._down:
                 log.warning("the live view shows this router alone: %s", reason(error))
@@ -60,14 +61,16 @@ class Exchange:
         return read
 
 
-def _read(answer: Any) -> dict[str, RouterCounts]:
-    """Without what is no router's report. Raises redis.InvalidResponse."""
+async def _read(answer: Any) -> dict[str, RouterCounts]:
+    """Without what is no router's report. One in a turn of the event loop: a report has thousands of numbers. Raises
+    redis.InvalidResponse."""
     found = {}
     try:
         for name, age, raw in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
             report = decode(raw)
             if report is not None and (known := _name(name)) is not None:
                 found[known] = RouterCounts(report, int(age) / 1000)
+            await asyncio.sleep(0)
     except (TypeError, ValueError, LookupError, AttributeError):
         raise redis.InvalidResponse("the answer about the routers' reports is malformed") from None
     return found

@@ -8,11 +8,11 @@ tick   tick   tick   tick        every router's counts are read at each tick;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.observe.live.report import Counts, RouterReport
+from router.observe.live.report import Counts, Pair, PairTraffic, RouterReport, flows_together
 
 TICK_SECONDS = 2.0
 WINDOW_SECONDS = 10.0  # of a point, and of every rate
@@ -55,7 +55,16 @@ class FlowRates(NamedTuple):
 class _Slot:
     seconds: float
     total: Counts
+    flows: dict[Pair, PairTraffic]
+    kv_bytes: int
     by_router: dict[str, Counts]
+
+    @classmethod
+    def of(cls, seconds: float, by_router: dict[str, Counts]) -> _Slot:
+        parts = list(by_router.values())
+        flows = flows_together(part.flows for part in parts)
+        moved = sum(flow.bytes for flow in flows.values())
+        return cls(seconds, Counts.total(parts), flows, moved, by_router)
 
 
 class History:
@@ -71,7 +80,7 @@ class History:
         before, self._last_tick = self._last_tick, now
         self._last = dict(reports)
         if before is not None and now > before:
-            self._slots.append(_Slot(now - before, Counts.total(by_router.values()), by_router))
+            self._slots.append(_Slot.of(now - before, by_router))
             self.points.append(_point(*self._within(WINDOW_SECONDS)))
 
     def _new(self, name: str, report: RouterReport) -> Counts:
@@ -99,7 +108,7 @@ class History:
     def flows(self) -> dict[tuple[str, str], FlowRates]:
         """KV between pairs of workers."""
         slots, seconds = self._within(WINDOW_SECONDS)
-        moved = Counts.total(slot.total for slot in slots).flows
+        moved = flows_together(slot.flows for slot in slots)
         return {
             pair: FlowRates(flow.bytes / seconds, flow.handoffs / seconds) for pair, flow in moved.items()
         }
@@ -116,7 +125,7 @@ class History:
         return taken, sum(slot.seconds for slot in taken) or 1.0
 
 
-def _point(slots: Iterable[_Slot], seconds: float) -> Point:
+def _point(slots: Sequence[_Slot], seconds: float) -> Point:
     counts = Counts.total(slot.total for slot in slots)
     return Point(
         Percentiles(*map(counts.ttft.percentile, _SHARES)),
@@ -126,6 +135,6 @@ def _point(slots: Iterable[_Slot], seconds: float) -> Point:
         counts.requests.failed / seconds,
         counts.prompt_tokens / seconds,
         counts.output_tokens / seconds,
-        sum(flow.bytes for flow in counts.flows.values()) / seconds,
+        sum(slot.kv_bytes for slot in slots) / seconds,
         counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
     )

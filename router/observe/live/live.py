@@ -70,6 +70,7 @@ class Live:
         recorder, members = self._services.recorder, self._services.members
         if members.redis_ok:
             recorder.keep_only({worker.worker_id for worker in members.all})
+        recorder.delete_idle()
         self._routers = await self._exchange.swap(self._report())
         now = self._clock()
         self._history.tick(now, {name: counts.report for name, counts in self._routers.items()})

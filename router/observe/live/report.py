@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import sub
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,7 +14,10 @@ from router.observe.live.histogram import LatencyHistogram
 from router.placement.types import Placed
 from wire import common_pb2
 
-MAX_PAIRS = 4096  # of workers; further ones are not counted
+MAX_PAIRS = 4096  # of workers; beyond, the pair that moved nothing for longest is deleted
+# A pair that has moved nothing for so long is deleted: every router reads the reports of all, and pairs grow with the
+# square of the fleet. Longer than the time between two reports.
+IDLE_SECONDS = 10.0
 MAX_COUNT = 2**63 - 1  # a report is JSON, and with a larger number there would be none
 MAX_SUMMED = 2**53  # of another router's report: sums of a thousand routers are JSON too
 RouterState = Literal["ready", "not ready", "draining"]
@@ -35,12 +39,15 @@ NO_TRAFFIC = PairTraffic()
 
 @dataclass
 class Recorder:
-    """The counts of one router, which only grow."""
+    """The counts of one router, which only grow; those of a pair that was deleted begin at 0 again."""
 
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
     output_tokens: int = 0
+    # The pair that moved last comes last, in both
     flows: dict[Pair, PairTraffic] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    _moved: dict[Pair, float] = field(default_factory=dict)  # when
 
     def first_token(self, seconds: float | None) -> None:
         """`seconds`: from the request's arrival. None: the first token of a further choice."""
@@ -58,13 +65,26 @@ class Recorder:
         if not report.kv_bytes_shipped or placed.prefill is None:
             return
         pair = (placed.prefill.worker_id, placed.decode.worker_id)
-        if pair in self.flows or len(self.flows) < MAX_PAIRS:
-            self.flows[pair] = self.flows.get(pair, NO_TRAFFIC).plus(report.kv_bytes_shipped, 1)
+        before = self._delete(pair)
+        if len(self.flows) >= MAX_PAIRS:
+            self._delete(next(iter(self.flows)))
+        self.flows[pair] = before.plus(report.kv_bytes_shipped, 1)
+        self._moved[pair] = self.clock()
 
     def keep_only(self, workers: set[str]) -> None:
         """Delete pairs whose workers are both gone."""
         for pair in [pair for pair in self.flows if workers.isdisjoint(pair)]:
-            del self.flows[pair]
+            self._delete(pair)
+
+    def delete_idle(self) -> None:
+        """All but the last pair: that KV was handed over at all stays known."""
+        since = self.clock() - IDLE_SECONDS
+        while len(self.flows) > 1 and self._moved[pair := next(iter(self.flows))] < since:
+            self._delete(pair)
+
+    def _delete(self, pair: Pair) -> PairTraffic:
+        self._moved.pop(pair, None)
+        return self.flows.pop(pair, NO_TRAFFIC)
 
 
 class Requests(NamedTuple):
@@ -101,6 +121,7 @@ class Counts:
 
     @staticmethod
     def total(parts: Iterable[Counts]) -> Counts:
+        """Their sum, without flows (`flows_together`), of which there may be thousands."""
         given = list(parts) or [Counts()]
         return Counts(
             Requests(*map(sum, zip(*(part.requests for part in given), strict=True))),
@@ -109,7 +130,6 @@ class Counts:
             sum(part.output_tokens for part in given),
             LatencyHistogram.total(part.ttft for part in given),
             LatencyHistogram.total(part.itl for part in given),
-            _flows_together(part.flows for part in given),
         )
 
 
@@ -125,7 +145,7 @@ def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) ->
     return moved
 
 
-def _flows_together(parts: Iterable[dict[Pair, PairTraffic]]) -> dict[Pair, PairTraffic]:
+def flows_together(parts: Iterable[Mapping[Pair, PairTraffic]]) -> dict[Pair, PairTraffic]:
     together: dict[Pair, PairTraffic] = {}
     for part in parts:
         for pair, flow in part.items():
@@ -198,8 +218,17 @@ def _decode_counts(fields: dict[str, Any]) -> Counts:
         _count(fields["output_tokens"]),
         _histogram(fields["ttft"]),
         _histogram(fields["itl"]),
-        {
-            (str(sender), str(receiver)): PairTraffic(_count(size, MAX_COUNT), _count(handoffs))
-            for sender, receiver, size, handoffs in fields["flows"]
-        },
+        _decode_flows(fields["flows"]),
     )
+
+
+def _decode_flows(raw: Any) -> dict[Pair, PairTraffic]:
+    """Without a call for each number: reports of all routers have tens of thousands of them."""
+    flows = {}
+    for sender, receiver, size, handoffs in raw:
+        if type(size) is not int or type(handoffs) is not int:
+            raise TypeError(f"{size!r}, {handoffs!r}: no counts")
+        if not (0 <= size <= MAX_COUNT and 0 <= handoffs <= MAX_SUMMED):
+            raise ValueError(f"{size} or {handoffs} is out of range")
+        flows[str(sender), str(receiver)] = PairTraffic(size, handoffs)
+    return flows

@@ -34,8 +34,13 @@ def cluster(redis_url: str, namespace: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def make(redis_url: str, namespace: str) -> AsyncIterator[Callable[..., Awaitable[Placement]]]:
-    """Placements over fleets of so many pairs."""
+async def make(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Awaitable[Placement]]]:
+    """Placements over fleets of so many pairs. They wait for Redis: a call that is late on a busy machine would be decided
+    by the router, and the next ones with it."""
+    for module in ("place_script", "placement", "settlement"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 30.0)
     made = []
 
     async def one(pairs: int, mode: Mode = "never") -> Placement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,3 +202,37 @@ async def test_no_more_than_the_limit_ask_redis_at_a_time(redis_url, namespace, 
     finally:
         await placement.close()
         await members.close()
+
+
+async def test_groups_that_are_large_only_together_are_read_by_name(redis_url, namespace) -> None:
+    """Placements of a group with at most MAX_LISTED workers of a role do not move its sorted sets."""
+    workers = [
+        replace(one, model_id=model, worker_id=f"{model}-{one.worker_id}")
+        for model in "mn"
+        for one in fleet(MAX_LISTED - 10)
+    ]
+    one = Away(redis_url, namespace, workers)
+    try:
+        for number, each in enumerate(workers, 1):
+            await one.client.hset(one.keys.load, f"{each.role[0]}:{each.name}", number)
+            kind = "p" if each.role == "prefill" else "r"
+            group = group_id(each.model_id, each.page_size, each.layout)
+            await one.client.zadd(one.keys.scores(group, kind), {each.name: 0})
+        await one.poll.read()
+        assert [one.last.of(each.name) for each in workers] == list(range(1, len(workers) + 1))
+    finally:
+        await one.client.aclose()
+
+
+async def test_a_small_group_beside_a_large_one_is_read_too(redis_url, namespace) -> None:
+    small = [replace(one, model_id="n", worker_id=f"n-{one.worker_id}") for one in fleet(2)]
+    one = Away(redis_url, namespace, [*small, *fleet(MAX_LISTED + 1)])
+    busy = worker("decode", 0)
+    try:
+        await one.client.hset(one.keys.load, f"p:{small[0].name}", 7)
+        group = group_id(busy.model_id, busy.page_size, busy.layout)
+        await one.client.zadd(one.keys.scores(group, "r"), {busy.name: 9})
+        await one.poll.read()
+        assert (one.last.of(small[0].name), one.last.of(busy.name)) == (7, 9)
+    finally:
+        await one.client.aclose()

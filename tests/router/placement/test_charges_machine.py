@@ -70,7 +70,7 @@ class Way:
 class Charges(RedisMachine):
     def __init__(self, client: redis.Redis, url: str) -> None:
         super().__init__(client, url)
-        self.now, self.way, self.settles = 1000, "well", False
+        self.now, self.way, self.settles = 10**6, "well", False
         self.late: list[Sent] = []
         self.sent: deque[Sent] = deque(maxlen=12)  # the network may repeat them
         self.routers: dict[str, Placement] = {}
@@ -153,6 +153,13 @@ class Charges(RedisMachine):
         """Let a lease pass: routers that do not settle meanwhile count as dead."""
         self.tick(seconds)
 
+    @rule()
+    def the_clock_goes_back(self) -> None:
+        """As after a failover. Living routers notice with their next walk."""
+        self.tick(-1000)
+        self.settled()
+        REACHED["the clock went back"] += 1
+
     @rule(keep=st.booleans())
     def redis_is_saved_or_rolled_back(self, keep: bool) -> None:
         """Everything but the clock; a rolled back Redis knows nothing of what was done since."""
@@ -226,6 +233,7 @@ def test_charges_in_any_order(redis_url, monkeypatch):
         run_state_machine_as_test(lambda: Charges(client, redis_url), settings=how)  # type: ignore[arg-type]
     for what in (
         "rolled back",
+        "the clock went back",
         "repeated",
         "answer lost",
         "arrived late",

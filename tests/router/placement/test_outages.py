@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from cluster.errors import UnavailableError
 from router.placement import eligibility, place_script
 from router.placement.eligibility import MAX_CANDIDATES_KEPT
 from router.placement.script_call import RedisBackoff
@@ -87,3 +90,19 @@ async def test_an_outage_of_redis_is_logged_at_its_begin_and_end(make, monkeypat
     for _ in range(3):
         assert (await placement.place(request())).from_redis
     assert logged()[1:] == [began.replace("without Redis: TimeoutError", "with Redis again")]
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+async def test_workers_that_left_while_redis_was_waited_for_are_not_placed_on(make, monkeypatch, gone):
+    """It was an IndexError, or a prompt for a decode worker that must not prefill."""
+    placement = await make(2)
+
+    async def late(*_: Any) -> Any:
+        placement._members.all = [one for one in placement._members.all if one.role != gone]
+        raise TimeoutError
+
+    monkeypatch.setattr(placement.script, "_script", late)
+    with pytest.raises(UnavailableError, match=f"no {gone} worker"):
+        await placement.place(request())
+    assert len(placement.charges) == 0
+    monkeypatch.undo()

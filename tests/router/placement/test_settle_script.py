@@ -12,11 +12,12 @@ import redis
 from cluster.config.router import RouterConfig
 from cluster.membership.facts import group_id, pack
 from cluster.membership.scripts import SETS
-from router.placement import table_walk
+from router.placement import settlement, table_walk
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
 from router.placement.settlement import Settlement
 from router.placement.types import PlacementRequest
+from tests.harness.waiting import until
 from tests.router.placement.scripts import (
     INFO,
     LATER_RUN,
@@ -183,6 +184,24 @@ def test_a_router_whose_lease_ran_out_returns(cluster):
     assert cluster.load() == {"p:p": 100, "d:d": 150}
 
 
+def test_a_lease_in_the_future_runs_out_from_now_on(cluster):
+    """After a failover to a Redis whose clock is behind; its router has died meanwhile."""
+    run, routers = cluster.begin("dead"), cluster.tag + "routers"
+    cluster.settle(router="dead", run=run, number=2, added={b"1": ONE})
+    seconds, _ = cluster.client.time()
+    cluster.client.zadd(routers, {f"dead:{run}": seconds * 1000 + 3_600_000})
+    cluster.settle(cursor="0", lease=1000)
+    ends, (seconds, micros) = cluster.client.zscore(routers, f"dead:{run}"), cluster.client.time()
+    assert seconds * 1000 - 60_000 < ends <= seconds * 1000 + micros // 1000 + 1000
+    assert cluster.load() == {"p:p": 100, "d:d": 150}, "its lease has not run out yet"
+
+
+def test_a_walk_does_not_show_what_its_own_call_releases(cluster):
+    """It would be released once more, by a call of its own."""
+    cluster.settle(added={b"1": ONE, b"2": OTHER})
+    assert cluster.settle(cursor="0", released=[b"1"]).ids == [b"2"]
+
+
 def test_a_walk_finds_every_charge_in_bounded_steps(cluster):
     names = {b"%04d" % n: charge("p" * 40, "d" * 40, 1, 2) for n in range(2000)}
     items = list(names.items())
@@ -288,3 +307,68 @@ async def test_a_walk_heals_what_redis_has_too_much_and_too_little(walked, redis
             await walked.settle()
         assert set(client.hgetall(key)) == {b"0", b"1", b"2"}
     await walked._script.close()
+
+
+async def away(*_: Any) -> Any:
+    raise TimeoutError("Redis did not answer in time")
+
+
+async def test_what_ends_while_redis_is_away_for_long_is_not_kept(walked, redis_url, namespace, monkeypatch):
+    """A day at 100 requests a second were gigabytes, and each try to settle went through all calls that were lost."""
+    monkeypatch.setattr(settlement, "MAX_UNTOLD", 100)
+    charges = walked._charges
+
+    def placed(number: int) -> PlacementRequest:
+        request = PlacementRequest(b"%d" % number, b"", 100, 10)
+        charges.add(request, INFO, INFO, 100, in_redis=False)
+        return request
+
+    lives = placed(0)
+    await walked.settle()
+    with mock.patch.object(walked, "_script", away):
+        for number in range(1, 1000):
+            walked.end_placement(walked.begin_placement(b"lost %d" % number), heard=False)
+            charges.release(placed(number).transfer_id)
+            if number % 10 == 0:
+                await walked.settle()
+                assert charges.untold <= 110 and len(walked._calls.unheard) <= 110
+    while charges.pending:
+        await walked.settle()
+    with redis.Redis.from_url(redis_url) as client:
+        load = {name: int(held) for name, held in client.hgetall(walked._keys.load).items() if name}
+        assert load == {b"p:" + INFO.name.encode(): 100, b"d:" + INFO.name.encode(): 110}
+        assert len(client.keys(f"{{{namespace}}}:chg:*")) == 1, "the table of the run before is dropped"
+    charges.release(lives.transfer_id)
+    await walked.settle()
+    await walked._script.close()
+
+
+async def test_an_error_that_nobody_expects_ends_no_settling(walked, monkeypatch, caplog):
+    """Such as: the system has no thread left, with which the master is looked for."""
+    monkeypatch.setattr(settlement, "ROUTER_LEASE_SECONDS", 0.5)
+    await walked.start()
+    asked, script = [], walked._script
+
+    async def once(*arguments: Any) -> Any:
+        asked.append(arguments)
+        if len(asked) == 1:
+            raise RuntimeError("can't start new thread")
+        return await script(*arguments)
+
+    with mock.patch.object(walked, "_script", once):
+        walked.request()
+        await until(lambda: len(asked) > 1, "it settles again")
+    await walked.close()
+    assert "can't start new thread" in caplog.text
+
+
+async def test_two_routers_with_one_id_say_so_once_a_minute(redis_url, namespace, caplog):
+    """Each settling takes the id over from the other."""
+    config = RouterConfig(model=Path("/m"), redis_url=redis_url, namespace=namespace)
+    both = [Settlement(config, PlacementKeys(namespace, config.router_id), Charges()) for _ in range(2)]
+    for _ in range(10):
+        for one in both:
+            await one.settle()
+    assert 1 <= caplog.text.count("Give each router its own router_id") <= 2
+    for one in both:
+        await one._script.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -38,6 +39,18 @@ async def test_junk_and_the_long_silent_are_left_out(redis_url: str, namespace: 
         assert set(await own.swap(report(1))) == {"own"}
         assert set(client.hkeys(keys.router_reports(namespace))) == {b"other version", b"own"}
         await own.leave()
+
+
+async def test_a_report_from_the_future_is_forgotten_in_time(redis_url: str, namespace: str) -> None:
+    """After a failover to a Redis whose clock is behind; its router has ended meanwhile."""
+    own, raw = Exchange(redis_url, namespace, "own"), encode(report(1))
+    with redis.Redis.from_url(redis_url) as client:
+        now = int(time.time() * 1000)
+        client.hset(keys.router_reports(namespace), "ended", b"%d " % (now + 3_600_000) + raw)
+        assert (await own.swap(report(1)))["ended"].age_seconds == 0.0
+        assert client.hget(keys.router_reports(namespace), "ended") < b"%d " % (now + 60_000)
+        assert (await own.swap(report(1)))["ended"].report.counts.requests.ok == 1
+    await own.leave()
 
 
 async def test_without_redis_a_router_lists_itself() -> None:
@@ -102,4 +115,28 @@ async def test_malformed_answers_leave_the_router_alone(
     with monkeypatch.context() as patch:
         patch.setattr(own, "_call", lies)
         assert set(await own.swap(report(1))) == {"own"}
+    await own.leave()
+
+
+async def test_the_event_loop_goes_on_while_many_reports_are_read(redis_url: str, namespace: str) -> None:
+    own, raw, turns = Exchange(redis_url, namespace, "own"), encode(report(1)), 0
+    read = asyncio.Event()
+
+    async def answered(*_: Any) -> Any:
+        read.set()
+        return [part for n in range(50) for part in (b"r%d" % n, 5, raw)]
+
+    async def count() -> None:
+        nonlocal turns
+        await read.wait()
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    own._call, call = answered, own._call  # type: ignore[assignment]
+    counting = asyncio.create_task(count())
+    assert len(await own.swap(report(1))) == 51
+    counting.cancel()
+    assert turns >= 45
+    own._call = call
     await own.leave()
