@@ -11,6 +11,7 @@ from router.link.token import Token
 from wire import common_pb2, link_pb2
 
 MAX_EMBEDDING_BYTES = 4 << 20  # of pieces that are joined: no model has as many dimensions
+MAX_ALTERNATIVES = 1 << 20  # of pieces that are joined: no vocabulary has as many tokens
 
 
 class Reader(Protocol):
@@ -92,23 +93,26 @@ class LinkHandle:
 
     def joined(self, piece: link_pb2.HandleToken) -> common_pb2.Token | None:
         """Return the token at its last piece, else None. A piece without the one before it (sent on an older connection)
-        is dropped."""
+        is dropped, and so is one of a token that is larger than any can be, or of more choices than there are."""
         token = self._pieces.pop(piece.token.choice, None)
         if piece.first:
             if token is None or token.position != piece.token.position:
                 return None
             if len(token.embedding or token.top_logprobs) != piece.first:
                 return None
-            token.top_logprobs.extend(piece.token.top_logprobs)
             if len(token.embedding) + len(piece.token.embedding) > MAX_EMBEDDING_BYTES:
                 return None
+            if len(token.top_logprobs) + len(piece.token.top_logprobs) > MAX_ALTERNATIVES:
+                return None
+            token.top_logprobs.extend(piece.token.top_logprobs)
             token.embedding += piece.token.embedding
         else:
             token = common_pb2.Token()
             token.CopyFrom(piece.token)
         if not piece.more:
             return token
-        self._pieces[token.choice] = token
+        if len(self._pieces) < len(self.reader.limits()):  # one of each choice at most
+            self._pieces[token.choice] = token
         return None
 
     def is_cancelled(self) -> None:

@@ -156,8 +156,12 @@ class Handles:
 
     def _cancelled(self, number: int) -> None:
         handle = self._open.pop(number, None)
-        if handle is not None:
-            handle.is_cancelled()
+        if handle is None:
+            return
+        if handle.cancelled is None:  # its reader would wait for more until its deadline
+            error = PeerLostError("the worker ended an attempt that was not cancelled")
+            self._guarded(handle, partial(handle.reader.lost, error))
+        handle.is_cancelled()
 
     def _state(self, state: link_pb2.HandleState) -> None:
         handle = self._open.get(state.handle)

@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
-MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
+MOVE_PAUSE_SECONDS = (
+    1.0  # between attempts to move, and between moves: a worker asks for them, each has a descriptor
+)
 MOVED_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
 
 
@@ -64,6 +66,7 @@ class WorkerLink:
         self._moving: asyncio.Task[None] | None = None
         self._greeting: asyncio.Timeout | None = None  # of the connection that _move opens
         self._is_moved = False  # the worker sends nothing more on this connection
+        self._moved_at = -math.inf  # when the link last moved
         self._malformed_at = -math.inf  # when the worker last broke the protocol
         self._task = self._loop.create_task(self._run())
         self.is_lost = False  # until the worker welcomes this router again
@@ -221,6 +224,7 @@ class WorkerLink:
         older = self._connection
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
+        await asyncio.sleep(self._moved_at + MOVE_PAUSE_SECONDS - self._loop.time())
         logged = ""  # the same reason is not logged at every attempt
         while self._connection is older:
             seconds = MOVED_SECONDS if self._is_moved else CONNECT_SECONDS
@@ -239,6 +243,7 @@ class WorkerLink:
                 continue
             if self._connection is older:
                 self._attach(connection)
+                self._moved_at = self._loop.time()
             else:
                 connection.abort()  # the older one broke meanwhile
 

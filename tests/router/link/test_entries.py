@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import PeerLostError
+from cluster.link.framing import to_frame
+from router.link import handle as link_handle
 from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
+from router.link.outgoing import attach_frames
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, tokens
 from wire import common_pb2, link_pb2
@@ -187,6 +190,26 @@ async def test_a_piece_that_continues_no_other_is_dropped(pair):
     assert len(handle.joined(piece).top_logprobs) == 2
 
 
+async def test_the_pieces_that_are_kept_are_bounded(pair, monkeypatch):
+    """A worker may begin any number of tokens, and end none."""
+    monkeypatch.setattr(link_handle, "MAX_ALTERNATIVES", 5)
+    one = pair.read()
+    await pair.up()
+    handle = one.handle
+    piece = link_pb2.HandleToken(handle=handle.number, token=common_pb2.Token(position=PROMPT), more=True)
+    for number in range(2):
+        piece.token.top_logprobs.add(token_id=number)
+    for first in range(0, 8, 2):
+        piece.first = first
+        assert handle.joined(piece) is None
+    assert not handle._pieces, "a token has no more alternatives than a vocabulary"
+    piece.first = 0
+    for choice in range(100):
+        piece.token.choice = choice
+        assert handle.joined(piece) is None
+    assert len(handle._pieces) == one.choices
+
+
 async def test_what_is_kept_of_a_frame_is_a_copy(pair, monkeypatch):
     """A part of a message that is kept would keep the whole frame, with the tokens of others."""
     one = pair.read()
@@ -204,3 +227,12 @@ async def test_what_is_kept_of_a_frame_is_a_copy(pair, monkeypatch):
     frame.ends[0].end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
     token, ended = kept
     assert token.token_id == 5 and not ended.outcome
+
+
+def test_a_list_of_attempts_with_many_choices_fits_into_frames():
+    """A frame that is too large cannot be written: all attempts at the worker were lost."""
+    positions = [2**20] * 2000
+    attach = link_pb2.LinkAttach(transfer_id=bytes(16), handle=2**40, next=positions, limit=positions)
+    frames = list(attach_frames([attach] * 20, 1))
+    assert all(map(to_frame, frames))
+    assert sum(len(frame.attach) for frame in frames) == 20 and frames[-1].attach_done.next_handle == 1

@@ -233,3 +233,18 @@ async def test_an_error_names_a_foreign_worker_in_few_characters(lying):
     worker = await lying(says(b""), welcome=foreign)
     await until(lambda: worker.reading.error is not None, "it is lost", 10)
     assert len(str(worker.reading.error)) < 200 and "\n" not in str(worker.reading.error)
+
+
+async def test_an_attempt_that_was_not_cancelled_and_is_said_to_be_is_lost(lying):
+    """Its handle was forgotten, and its request waited for its deadline."""
+    worker = await lying(says(to_frame(Frame(cancelled=range(1, 10))), after=0.1))
+    await until(lambda: worker.reading.error is not None, "its attempt is lost", 10)
+    assert isinstance(worker.reading.error, PeerLostError) and "cancelled" in str(worker.reading.error)
+
+
+async def test_a_worker_that_asks_for_one_link_after_another_gets_few(lying):
+    """Each is a connection that stays open for a minute."""
+    worker = await lying(says(to_frame(Frame(notice=link_pb2.LINK_NOTICE_GO_AWAY)), after=0.01))
+    await until(lambda: worker.welcomed >= 2, "the link moves")
+    await asyncio.sleep(1.5)
+    assert worker.welcomed <= 5 and worker.reading.error is None
