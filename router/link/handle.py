@@ -11,9 +11,8 @@ from router.link.token import Token
 from wire import common_pb2, link_pb2
 
 MAX_EMBEDDING_BYTES = 4 << 20  # of pieces that are joined: no model has as many dimensions
-MAX_PIECES_BYTES = (
-    16 << 20
-)  # of all pieces that a handle holds: a token with a whole vocabulary takes up to 4 MiB
+# Of all pieces that a handle holds. A token with a whole vocabulary takes up to 4 MiB.
+MAX_PIECES_BYTES = 16 << 20
 PIECE_BYTES = 256  # of a piece in memory, beside its entries
 
 
@@ -115,9 +114,9 @@ class LinkHandle:
                 return None
             if len(token.embedding or token.top_logprobs) != piece.first:
                 return None
-            token.top_logprobs.extend(piece.token.top_logprobs)
             if len(token.embedding) + len(piece.token.embedding) > MAX_EMBEDDING_BYTES:
                 return None
+            token.top_logprobs.extend(piece.token.top_logprobs)
             token.embedding += piece.token.embedding
         else:
             token, size = common_pb2.Token(), 0

@@ -9,7 +9,8 @@ from cluster.protocol.link import FRAME_ENTRIES
 from wire import link_pb2
 
 MAX_CLOSES = 65536  # unsent; the worker ends handles beyond them by its timer once the link is gone
-ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
+ATTACH_BYTES = MAX_FRAME_BYTES - 256  # of one frame, beside its length and AttachDone
+ENTRY_BYTES = 4  # tag and length of an entry
 
 
 class Outgoing:
@@ -68,10 +69,11 @@ def attach_frames(
     """The complete list of handles that the router reads, then AttachDone."""
     frame, size = link_pb2.RouterFrame(), 0
     for attach in attaches:
-        if size > ATTACH_BYTES:
+        own = attach.ByteSize() + ENTRY_BYTES
+        if size and size + own > ATTACH_BYTES:
             yield frame
             frame, size = link_pb2.RouterFrame(), 0
         frame.attach.append(attach)
-        size += attach.ByteSize() + 4
+        size += own
     frame.attach_done.next_handle = next_handle
     yield frame

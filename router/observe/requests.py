@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter
 
-from cluster.errors import BatonError
+from cluster.errors import BatonError, CancelledError
 from cluster.telemetry.histogram import Histogram, HistogramFamily
 from cluster.telemetry.metrics import declaration
 from cluster.telemetry.metrics import router as declared
@@ -99,6 +99,8 @@ class RouterMetrics:
         outcome = ""
         try:
             yield dispatcher
+        except CancelledError:  # its client has left, or reads nothing: no failure of the cluster
+            raise
         except BatonError as error:
             outcome = type(error).__name__
             raise

@@ -38,9 +38,11 @@ class MemoryWatch:
         now = RedisMemory.of(answers[1])
         before, self.memory = self.memory, now
         warn_of_policy(before, now, index=self._index)
-        if now.pressed != before.pressed:
+        if now.pressed and not before.pressed:
             log.warning(
                 "Redis's memory is %.0f %% used; above %.0f %% placements are not predicted and index entries live "
                 "shorter: raise maxmemory",
                 *(100 * now.share, 100 * PRESSED),
             )
+        elif before.pressed and not now.pressed:
+            log.info("Redis's memory is %.0f %% used: placements are predicted again", 100 * now.share)

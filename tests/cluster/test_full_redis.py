@@ -24,6 +24,7 @@ from cluster.protocol.block_hash import index_keys
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.redis.memory import RedisMemory, says_full
 from cluster.security.keys import RateLimits
+from router.placement.memory_watch import MemoryWatch
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 from router.quota.quota import ChargedRequest, Quota, Use
@@ -183,6 +184,17 @@ def test_shares_and_policies() -> None:
     assert not RedisMemory(85, 100, "allkeys-lru").evicts_index_only
     assert not RedisMemory().evicts_index_only
     assert RedisMemory(70, 100).pressed and not RedisMemory(10**12, 0, "noeviction").pressed
+
+
+def test_a_redis_with_room_again_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """It said that 10 % are used, and to raise maxmemory."""
+    caplog.set_level("INFO", "router.placement.memory_watch")
+    watch = MemoryWatch("any")
+    for used in (10, 80, 90, 10, 10):
+        watch._take([0, {"used_memory": used, "maxmemory": 100, "maxmemory_policy": "volatile-lru"}])
+    full, room = caplog.records
+    assert full.levelname == "WARNING" and full.getMessage().startswith("Redis's memory is 80 % used; above")
+    assert room.levelname == "INFO" and "10 % used: placements are predicted again" in room.getMessage()
 
 
 async def test_a_policy_that_evicts_nothing_is_warned_of_once(

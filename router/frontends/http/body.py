@@ -15,6 +15,7 @@ from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeE
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
 from router.request.json_scan import MAX_COST_PER_BYTE, SCAN_BYTES, JsonScan, path_behind
+from router.request.limits import MAX_SHOWN
 from router.text.written_numbers import is_too_large
 
 _KEPT = b'"tool_use"'
@@ -69,10 +70,18 @@ async def read_json(
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        _check_coding(request.headers.get("content-encoding", ""))
         raise _unparsed(error) from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
     return KeptBody(body, raw) if _KEPT in raw else body
+
+
+def _check_coding(coding: str) -> None:
+    """Bodies are not decompressed: their JSON would be called invalid. Raises InvalidRequestError."""
+    if coding.strip().lower() not in ("", "identity"):
+        text = f"content-encoding: {coding[:MAX_SHOWN]!r} is not supported; send the body as plain JSON"
+        raise InvalidRequestError(text, field="content-encoding", limit="identity")
 
 
 def _unparsed(error: orjson.JSONDecodeError) -> InvalidRequestError:

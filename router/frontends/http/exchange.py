@@ -34,9 +34,10 @@ class Watcher(Protocol):
 
 
 class Exchange(Request):
-    def __init__(self, cycle: RequestResponseCycle):
+    def __init__(self, cycle: RequestResponseCycle, linger: Callable[[], None]):
+        """`linger` closes the connection of a client that still sends."""
         super().__init__(cycle.scope, cycle.receive)  # type: ignore[arg-type]
-        self._cycle = cycle
+        self._cycle, self._linger = cycle, linger
         self._flow, self._transport = cycle.flow, cycle.transport
         self._chunked = cycle.scope["http_version"] != "1.0"  # else the end of the connection ends the body
         self._watcher: Watcher | None = None
@@ -198,9 +199,11 @@ class Exchange(Request):
         cycle.transport.write(last)
         cycle.response_complete = True
         cycle.message_event.set()
-        if not cycle.keep_alive:
+        if not cycle.keep_alive and not cycle.more_body:
             cycle.transport.close()
         cycle.on_response()
+        if not cycle.keep_alive and cycle.more_body:
+            self._linger()  # closed at once, with unread bytes, the answer could be lost
 
 
 Endpoint = Callable[[Exchange], Awaitable[None]]

@@ -222,6 +222,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
         self._stop_timer()
         self._in_head, self._in_body, self._body_arrived = False, True, True
+        self.expect_100_continue &= self.parser.get_http_version() == "1.1"  # 1.0 has no 1xx answers
         super().on_headers_complete()
         self._short_chunks.begin()
         self._end_watch.start()
@@ -268,7 +269,7 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
         endpoint = self.direct.get((cycle.scope["method"], cycle.scope["path"]))
         if endpoint is not None:
-            exchange = self._exchange = Exchange(cycle)
+            exchange = self._exchange = Exchange(cycle, self._linger)
             app = lambda scope, receive, send: endpoint(exchange)  # noqa: E731
         super()._start_asgi_task(cycle, app)
 
@@ -324,16 +325,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, error: BatonError) -> None:
         """Send the error, unless an answer has begun, and close the connection."""
-        self._refused = True
         self.pipeline.clear()
-        self.flow.resume_reading()  # an end with unread bytes would reset the connection
-        self._stop_timer()
-        self._unset_keepalive_if_required()
         running = self._running
         if running is None or running.response_complete or not running.response_started:
             self.transport.write(closing_answer(status, error))
         self._disconnect()
-        # As uvicorn's own timer, which ends with the connection.
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection in a moment, and drop what arrives until then: an end with unread bytes would reset it."""
+        self._refused = True
+        self.flow.resume_reading()
+        self._stop_timer()
+        self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
 
     def _abort(self) -> None:
@@ -388,10 +392,8 @@ def limited(
 
 
 def _too_many(limit: int) -> OverloadedError:
-    message = (
-        f"this router has {limit} connections with a request each; try again, or raise max_http_connections"
-    )
-    return OverloadedError(message, limit=str(limit))
+    why = f"this router has {limit} connections with a request each; try again, or raise max_http_connections"
+    return OverloadedError(why, limit=str(limit))
 
 
 def _too_large(limit: int) -> InvalidRequestError:

@@ -41,7 +41,7 @@ class Stream:
             transport=SimpleNamespace(write=self.written.append),
             disconnected=False,
         )
-        self._exchange = Exchange(cycle)
+        self._exchange = Exchange(cycle, lambda: None)
         self._events = Events(CompletionShape(completion, TEXT, 1, "c", False), 1, StreamOptions(), PROMPT)
         queue = AnswerQueue(self._exchange, self._write, 1, turn, streamed=True)
         queue._pace = 0.0

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from cluster.errors import PeerLostError
+from cluster.link.framing import to_frame
 from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
+from router.link.outgoing import attach_frames
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, tokens
 from wire import common_pb2, link_pb2
@@ -236,3 +238,12 @@ async def test_a_piece_on_an_older_connection_is_none_of_the_newer_ones(pair):
     says(older, 2, more=True)
     says(pair.link._connection, 1, more=False)
     assert one.tokens == [[0]], "joined"
+
+
+def test_a_list_of_attempts_with_many_choices_fits_into_frames():
+    """A frame that is too large cannot be written: all attempts at the worker were lost."""
+    positions = [2**20] * 2000
+    attach = link_pb2.LinkAttach(transfer_id=bytes(16), handle=2**40, next=positions, limit=positions)
+    frames = list(attach_frames([attach] * 20, 1))
+    assert all(map(to_frame, frames))
+    assert sum(len(frame.attach) for frame in frames) == 20 and frames[-1].attach_done.next_handle == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ from tests.router.counting_gateway import counting_gateway
 ANY = 1 << 30
 
 
-def received(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24) -> dict[str, Any]:
+def received(
+    left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24, coding: bytes = b""
+) -> dict[str, Any]:
     """A body that arrives in these pieces; those that were not read stay in the list."""
 
     async def receive() -> dict[str, Any]:
@@ -40,9 +43,8 @@ def received(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int
     held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
     most = {"max_body_bytes": size, "max_json_depth": depth, "max_json_elements": elements}
     limits = RequestLimits().model_copy(update=most)
-    return asyncio.run(
-        read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
-    )
+    scope = {"type": "http", "headers": [(b"content-encoding", coding)]}
+    return asyncio.run(read_json(Request(scope, receive), limits, held, LowPriority()))
 
 
 def pieces_of(raw: bytes, size: int) -> list[bytes]:
@@ -261,3 +263,17 @@ async def test_the_refusal_of_a_draining_router_comes_after_the_body():
     with pytest.raises(DrainingError):
         await generate.Generate(Serving(gateway)).completion(request)
     assert not left
+
+
+def test_a_body_that_is_compressed_is_refused_with_the_reason():
+    """It was called JSON with surrogates."""
+    compressed = gzip.compress(b"{}")
+    with pytest.raises(
+        InvalidRequestError, match="'gzip' is not supported; send the body as plain"
+    ) as refused:
+        received([compressed], coding=b"gzip")
+    assert refused.value.field == "content-encoding"
+    for coding in (b"", b"Identity"):
+        with pytest.raises(InvalidRequestError, match="not valid JSON"):
+            received([compressed], coding=coding)
+        assert received([b"{}"], coding=coding) == {}

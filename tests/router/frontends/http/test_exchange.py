@@ -382,3 +382,19 @@ async def test_a_long_answer_is_written_as_its_client_reads(served: Served) -> N
                 while left > 0:
                     left -= len(await loop.sock_recv(client, 1 << 20))
                 await ended.wait()
+
+
+async def test_an_answer_that_closes_reaches_a_client_that_still_sends(served: Served) -> None:
+    """As the refusal of a key. Closed at once, the connection was reset below the body, and the reason was lost for
+    clients that send all of a body before they read."""
+    served.read_body = False
+    served.answer = lambda exchange: exchange.send(Response(b"bye", headers={"connection": "close"}))
+    body = bytes(16 << 20)  # more than the buffers of both ends take
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with served.connection(head) as (reader, writer):
+        async with asyncio.timeout(20):
+            writer.write(body)
+            await writer.drain()
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\nbye")
+        await until(lambda: not served.connections, "it is closed", 5)

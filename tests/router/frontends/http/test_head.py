@@ -108,3 +108,11 @@ async def test_white_space_around_a_value_is_no_part_of_it(cycle: str):
     async with serving(cycle) as address:
         answer = await exchange(address, head)
     assert answer.endswith(b"\r\n\r\n0;host=a,origin=null")
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+async def test_a_client_of_http_1_0_gets_its_answer_only(cycle: str):
+    """It would take `100 Continue` for that (RFC 9110, 10.1.1)."""
+    head = b"POST / HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+    async with serving(cycle) as address:
+        assert (await exchange(address, head + b"{}")).startswith(b"HTTP/1.1 200 ")

@@ -57,7 +57,7 @@ async def test_a_long_answer_is_written_as_its_client_reads():
         message_event=asyncio.Event(),
         on_response=lambda: None,
     )
-    sending = asyncio.ensure_future(Exchange(cycle).send(LongResponse(pieces)))
+    sending = asyncio.ensure_future(Exchange(cycle, lambda: None).send(LongResponse(pieces)))
     await until(lambda: len(transport.written) == 2, "head and first piece are written")
     head, *body = transport.written
     assert b"content-length: %d\r\n" % (3 * SLICE_BYTES) in head and len(body) == 1

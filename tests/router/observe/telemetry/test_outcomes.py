@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.errors import UnavailableError
+from cluster.errors import CancelledError, UnavailableError
 from cluster.telemetry.metrics import router
 from router.dispatch.request_stats import RequestStats
 from router.observe.requests import RouterMetrics
@@ -59,11 +59,15 @@ def test_streams_are_counted_by_their_end(ended: dict[str, Any], outcome: str, r
     assert metrics.tenants.of("t").in_flight == 0
 
 
-def test_a_client_that_has_its_last_token_and_goes_has_cancelled_nothing() -> None:
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), CancelledError("the client disconnected")], ids=type
+)
+def test_a_client_that_has_its_last_token_and_goes_has_cancelled_nothing(error: BaseException) -> None:
+    """Over gRPC its call is cancelled; over HTTP an error says so, which counted as a failure and raised an alert."""
     metrics = RouterMetrics(CollectorRegistry())
     for complete in (True, False):
-        with pytest.raises(asyncio.CancelledError), metrics.request(dispatcher(complete=complete)):
-            raise asyncio.CancelledError
+        with pytest.raises(type(error)), metrics.request(dispatcher(complete=complete)):
+            raise error
     counted = metrics.tenants.of("t").requests
     assert {name: count for name, count in counted.items() if count} == {"ok": 1, "cancelled": 1}
 
