@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any, TypeVar
@@ -119,7 +120,8 @@ class InferenceService:
                     lambda count: gateway.admit_further(held, place, caller, context.peer(), count),
                     lambda: start_turn(gateway, caller, place.model),
                 )
-                completions, vectors = await call.read(request, context.time_remaining())
+                async with self._counted_if_left(caller, gateway.model(request.model)):
+                    completions, vectors = await call.read(request, context.time_remaining())
                 del request
                 size = vectors.packed_bytes * len(completions)
                 await expect_answer(gateway, caller, place, completions[0].served_model, size, size)
@@ -175,13 +177,30 @@ class InferenceService:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         costly = kind != "token_ids" or options.asked_grammar is not None
         resumed = bool(request.resume_ticket)
-        async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
+        async with (
+            contextlib.nullcontext() if resumed else self._counted_if_left(caller, model),
+            self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly),
+        ):
             prompt = await self._prompt(request, model, caller, options.asked_grammar)
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.field)
             check_allowed(made, caller)
             identity = self._gateway.check_ticket(made, caller) if resumed else None
         return made, identity
+
+    @contextlib.asynccontextmanager
+    async def _counted_if_left(self, caller: Caller, model: ServedModel) -> AsyncIterator[None]:
+        """A call that its client leaves while it is prepared has cost as much as one that is refused."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._gateway.services.clean_up(self._count(caller, model))
+            raise
+
+    async def _count(self, caller: Caller, model: ServedModel) -> None:
+        with contextlib.suppress(OverloadedError):  # none is left
+            async with self._gateway.counted(caller, model.name):
+                pass
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place

@@ -51,6 +51,11 @@ class Exchange(Request):
         return self._cycle.response_started
 
     @property
+    def has_left(self) -> bool:
+        """Whether its client has disconnected."""
+        return bool(self._cycle.disconnected)
+
+    @property
     def paused(self) -> bool:
         """The transport holds more than it should, until it is below its low-water mark; or slices wait for it."""
         return self._flow.write_paused or bool(self._unwritten)

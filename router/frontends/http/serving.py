@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
+from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError, OverloadedError
 from router.admission.admission import HeldBytes, Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
@@ -144,11 +144,19 @@ class Serving:
                 running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
+            if request.has_left:
+                await self._count_left(request, place.model)
             turns = self._turn, lambda: self.start_turn(request, place.model)
             if not parsed.stream:
                 return await _whole(request, parsed, dispatchers, *turns)
             await _stream(request, parsed, place.body, dispatchers, *turns)
             return None
+
+    async def _count_left(self, request: Exchange, model: str) -> None:
+        """Its client has left while its request was prepared, which has cost as much as that of a refused one. Raises
+        CancelledError."""
+        async with self.gateway.counted(caller_of(request), model):
+            raise CancelledError("the client disconnected")
 
     async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
         """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises

@@ -204,6 +204,20 @@ def test_a_stop_string_ends_no_answer_before_min_tokens(ids, shown):
     assert "".join(delta.text for delta in deltas if delta is not None) == shown
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "finish", "shown"), [(3, "length", "plan\ufffd"), (0, "stop", "plan")]
+)
+def test_nor_does_one_in_what_is_left_at_the_end(min_tokens, finish, shown):
+    """Of a character that the last token leaves incomplete."""
+    stream = choice(stop=("\ufffd",), min_tokens=min_tokens)
+    stream._detokenizer.flush = lambda: "\ufffd"  # type: ignore[method-assign]
+    deltas = [
+        stream.take(token(stream, one, end)) for one, end in ((1, 0), (9, common_pb2.FINISH_REASON_LENGTH))
+    ]
+    assert deltas[-1] is not None and deltas[-1].finish == finish
+    assert "".join(delta.text for delta in deltas if delta is not None) == shown
+
+
 def test_nor_does_one_in_a_markers_text():
     for min_tokens, finish in ((1, None), (0, "stop")):
         stream = choice(stop=("call>",), min_tokens=min_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -18,9 +18,12 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.security.keys import Caller
 from router.admission.start_queue import Client
 from router.frontends.grpc.service import InferenceService
+from router.frontends.http import generate
+from router.frontends.http.gate import caller_of
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from wire import inference_pb2 as pb
 
 PLACES = 4  # of one tenant
 CALLER = Caller(tenant="acme", weight=2.0)
@@ -105,6 +108,79 @@ async def test_a_client_that_leaves_takes_its_request_away(gateway: StubGateway)
         await until(lambda: gateway.admission.in_flight == 0, "so is its place", 5)
     assert not gateway.accepted
     starts.check_integrity()
+
+
+@contextlib.contextmanager
+def counting(gateway: StubGateway) -> Iterator[tuple[list[tuple[str, str]], asyncio.Event, asyncio.Event]]:
+    """The tenant and model of each request that is counted; its prompts are encoded, once `begun`, when it is `over`."""
+    counted, begun, over = list[tuple[str, str]](), asyncio.Event(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def count(caller: Caller, model: str) -> AsyncIterator[None]:
+        counted.append((caller.tenant, model))
+        yield
+
+    async def encode(*given: Any, **more: Any) -> list[int]:
+        begun.set()
+        await over.wait()
+        return [5]
+
+    gateway.counted, gateway.encode = count, encode  # type: ignore[method-assign, assignment]
+    yield counted, begun, over
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_encoded_has_used_a_request(
+    gateway: StubGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its texts and grammars would be free of the quota."""
+    seen: list[Any] = []
+
+    def looked_at(request: Any) -> Caller:
+        seen.append(request)
+        return caller_of(request)
+
+    monkeypatch.setattr(generate, "caller_of", looked_at)
+    with counting(gateway) as (counted, begun, over):
+        async with served(gateway) as url:
+            parts, body = urlsplit(url), json.dumps({"prompt": "a"}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            for leaves in (True, False):
+                begun.clear()
+                over.clear()
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+                writer.write(head + body)
+                await until(begun.is_set, "it is encoded")
+                if leaves:
+                    writer.transport.abort()
+                    await until(lambda: seen[-1].has_left, "that is seen", 5)
+                over.set()
+                await until(lambda: gateway.admission.in_flight == 0, "its place is free", 5)
+                writer.close()
+    assert counted == [("acme", "tiny")] and len(gateway.accepted) == 2
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_call_that_is_cancelled_while_its_prompt_is_encoded_has_used_a_request(
+    resumed: bool, gateway: StubGateway
+) -> None:
+    """One that was charged before is not counted again."""
+    tasks: list[asyncio.Task[None]] = []
+    quota = SimpleNamespace(check=lambda *_: None, check_resumed=lambda *_: contextlib.AsyncExitStack())
+    gateway.services = SimpleNamespace(  # type: ignore[assignment]
+        quota=quota, clean_up=lambda work: tasks.append(asyncio.ensure_future(work))
+    )
+    message = pb.GenerateRequest(text="a", resume_ticket=b"x" if resumed else b"")
+    with counting(gateway) as (counted, begun, _):
+        calling = asyncio.create_task(
+            InferenceService(gateway)._completion(message, MagicMock(time_remaining=lambda: None), CALLER)
+        )
+        await until(begun.is_set, "it is encoded")
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert calling.cancelled()
+        await asyncio.gather(*tasks)
+    assert counted == ([] if resumed else [("acme", "tiny")])
 
 
 async def test_what_is_refused_for_its_number_takes_a_step_of_low_priority(

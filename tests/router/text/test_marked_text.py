@@ -37,3 +37,12 @@ def test_all_tokens_of_a_part_are_counted() -> None:
     assert marked.reasoning_tokens == 3
     marked.end(cut=False)
     assert marked.reasoning_tokens == 5
+
+
+def test_a_token_that_ends_reasoning_and_begins_the_answer_counts_as_reasoning() -> None:
+    parser: Any = Parser()
+    parser.end = lambda cut=False: [ReasoningText("~a"), ContentText("b")]
+    marked = MarkedText(parser, {})
+    marked.passed("~", None)
+    marked.passed("ab\n", None)
+    assert marked.reasoning_tokens == 2

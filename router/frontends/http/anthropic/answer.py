@@ -132,12 +132,13 @@ class MessageEvents(_Answer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
             "service_tier": "standard",
         }
         return [event("message_start", message=self._form.message(usage=usage)), event("ping")]
 
 
-def _usage(outcome: Outcome) -> dict[str, int]:
+def _usage(outcome: Outcome) -> dict[str, Any]:
     """`input_tokens` are those that were not cached, as Anthropic counts."""
     usage = outcome.usage
     return {
@@ -145,4 +146,5 @@ def _usage(outcome: Outcome) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }

@@ -20,9 +20,11 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 
-_TOKENS: dict[str, Schema] = dict.fromkeys(
-    ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), COUNT
-)
+_COUNTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+_TOKENS: dict[str, Schema] = {
+    **dict.fromkeys(_COUNTS, COUNT),
+    "output_tokens_details": record({"thinking_tokens": COUNT}),
+}
 
 
 def _model() -> Schema:

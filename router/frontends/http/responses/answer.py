@@ -67,7 +67,9 @@ class _Output:
         if not content:
             return ()
         texts = [self._shape.text.pieces.in_answer(token.token_id) for token in tokens]
-        begin = b"".join(texts).find(content)
+        # Behind reasoning, a call or a marker it is what came last: their own text may have it in it
+        find = bytes.find if self._items.in_message else bytes.rfind
+        begin = find(b"".join(texts), content)
         if begin < 0:
             return tokens
         end, place = begin + len(content), 0

@@ -223,6 +223,11 @@ class OutputItems:
         return item
 
     @property
+    def in_message(self) -> bool:
+        """Whether a further text belongs to the message that is open."""
+        return isinstance(self._open, MessageOutput)
+
+    @property
     def kept(self) -> int:
         """Bytes of log probabilities."""
         return self._kept + (self._open.kept if self._open is not None else 0)

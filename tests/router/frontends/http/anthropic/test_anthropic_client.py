@@ -46,6 +46,7 @@ def test_a_whole_answer_with_a_call_and_the_next_turn(scripted, client):
     assert answer.stop_reason == "tool_use" and answer.id.startswith("msg_")
     usage = answer.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 9)
+    assert usage.output_tokens_details.thinking_tokens == 2
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
     turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     client.messages.create(**{**ASK, "messages": [*ASK["messages"], *turns]}, tools=[WEATHER])
@@ -83,6 +84,7 @@ def test_a_streamed_answer_is_the_whole_one(scripted, client):
     assert [one.to_dict() for one in streamed.content] == [one.to_dict() for one in whole.content]
     assert streamed.stop_reason == "tool_use"
     assert streamed.usage.input_tokens == 3 and streamed.usage.cache_read_input_tokens == 4
+    assert streamed.usage.output_tokens_details.thinking_tokens == 2
     assert events[-1].type == "message_stop"
 
 

@@ -209,3 +209,16 @@ def test_empty_texts_before_others_leave_no_line_ends():
         LIMITS,
     )
     assert [one["content"] for one in made] == ["s", "a\n\nb", "c"]
+
+
+def test_a_call_without_a_result_at_the_end_is_named():
+    """The first one of the last turn: earlier ones have theirs."""
+    turn = [user(text("go")), assistant(use("a"), use("b")), user(result("a"), result("b"))]
+    last = assistant(text("well"), use("c"), use("d"))
+    with pytest.raises(InvalidRequestError, match="a tool_result must follow this tool_use") as caught:
+        read_messages([*turn, last], None, LIMITS)
+    assert caught.value.field == "messages.3.content.1"
+    with pytest.raises(InvalidRequestError) as caught:
+        read_messages([*turn, last, user(result("c")), assistant(use("e"))], None, LIMITS)
+    assert caught.value.field == "messages.3.content.2"
+    assert len(read_messages([*turn, last, user(text("never mind"))], None, LIMITS)) == 6

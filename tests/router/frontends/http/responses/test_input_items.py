@@ -269,3 +269,14 @@ def test_an_error_of_a_chats_message_names_the_input():
         raise InvalidRequestError(message, field=message.partition(":")[0])
     assert caught.value.field == "input"
     assert caught.value.message == "input: holds the text of a special token"
+
+
+def test_reasoning_behind_reasoning_is_another_message():
+    """The second one would take the first one's place."""
+    given = [user("hi"), reasoning("one"), reasoning("two"), assistant("so")]
+    expected = [
+        user("hi"),
+        assistant("", reasoning_content="one"),
+        assistant("so", reasoning_content="two"),
+    ]
+    assert read_items(given, None, LIMITS) == expected

@@ -28,7 +28,9 @@ def answered(gateway: ScriptedGateway, written: str, tools: str, reasoning: str)
     ids = text.tokenizer.encode(written, add_special_tokens=False).ids
     for place, token_id in enumerate([*ids, 2], 1):
         finish: Any = common_pb2.FINISH_REASON_STOP if place > len(ids) else 0
-        delta = stream.take(common_pb2.Token(position=place, token_id=token_id, logprob=-0.5, finish=finish))
+        delta = stream.take(
+            common_pb2.Token(position=place, token_id=token_id, logprob=-place, finish=finish)
+        )
         assert delta is not None
         answer.add([delta])
     body = b"".join(answer.body([Outcome(inference_pb2.Usage(), inference_pb2.Timings())]))
@@ -43,6 +45,9 @@ def answered(gateway: ScriptedGateway, written: str, tools: str, reasoning: str)
         ("<think>\nHm, one < two.\n</think>\n\nYes: a < b, so it is.", "", "think", "Yes: a < b, so it is."),
         (f"Let me see.\n\n{CALL}", "hermes", "", "Let me see."),
         (f"{CALL}\nIt is <done", "hermes", "think", "It is <done"),
+        # The marker before it has this in its own text, too
+        ("<think>\nHm.\n</think>\n\nin short", "", "think", "in short"),
+        (f"{CALL}\ntool is in use", "hermes", "", "tool is in use"),
     ],
 )
 def test_they_are_those_of_the_text(scripted, written, tools, reasoning, content):
@@ -52,3 +57,5 @@ def test_they_are_those_of_the_text(scripted, written, tools, reasoning, content
     tokens = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
     # A token may begin before the text, or end behind it
     assert content.encode() in tokens and len(tokens) < len(content) + 6, tokens
+    places = [-one["logprob"] for one in part["logprobs"]]
+    assert places == [places[0] + number for number in range(len(places))], "one behind the other"
