@@ -30,6 +30,7 @@ from router.request.fields import (
     RequestModel,
     late,
     limits_of,
+    numbered,
     read,
     refuse,
     same_json,
@@ -217,15 +218,16 @@ def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list) or not value:
         raise wrong("must be text, token ids, or a list of either")
-    if len(value) > most and not truncates:  # token ids, or too many
-        limits.check_lengths(len(value), field=name)
+    if len(value) > most:  # counted before anything looks at each
+        if type(value[0]) is not int:
+            raise wrong(f"at most {most} at once (max_prompts)", most)
+        if not truncates:
+            limits.check_lengths(len(value), field=name)
     if set(map(type, value)) == {int}:
         return [value]
-    if len(value) > most:
-        raise wrong(f"at most {most} at once", most)
-    for one in value:
+    for index, one in enumerate(value):
         if isinstance(one, list) and not truncates:
-            limits.check_lengths(len(one), field=name)
+            limits.check_lengths(len(one), field=numbered(name, index, len(value)))
         if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
             raise wrong("a list must hold texts or token ids")
     return value
