@@ -43,19 +43,25 @@ def _response_format(value: object) -> GrammarSpec | None:
         raise wrong("must be an object")
     if value.get("type") != "json_schema":
         return plain_grammar(value)
-    if "json_schema" not in value:
+    given = _given(value)
+    if "json_schema" not in given:
         raise wrong("json_schema is missing")
-    if value.keys() != {"type", "json_schema"}:
+    if given != {"type", "json_schema"}:
         raise wrong(_OTHER_FIELDS)
     return schema_grammar(value["json_schema"], "json_schema")
+
+
+def _given(value: Mapping[str, Any]) -> set[str]:
+    """The fields that are not null: clients that write out a whole model send the others too, as vLLM's do."""
+    return {name for name, one in value.items() if one is not None}
 
 
 def plain_grammar(value: Mapping[str, Any]) -> GrammarSpec | None:
     """The grammar of a format without a schema; None: of text."""
     match value.get("type"):
-        case "text" if len(value) == 1:
+        case "text" if _given(value) == {"type"}:
             return None
-        case "json_object" if len(value) == 1:
+        case "json_object" if _given(value) == {"type"}:
             return ANY_OBJECT
         case "text" | "json_object":
             raise wrong(_OTHER_FIELDS)
@@ -67,7 +73,7 @@ def schema_grammar(value: object, name: str) -> GrammarSpec:
     if not isinstance(value, dict):
         raise wrong(f"{name} must be an object")
     inner = f"{name}." if name else ""
-    if unknown := value.keys() - {"name", "description", "schema", "strict"}:
+    if unknown := _given(value) - {"name", "description", "schema", "strict"}:
         raise wrong(f"{name or 'it'} has an unknown field: {min(unknown)[:80]}")
     for text in ("name", "description"):
         if not isinstance(value.get(text), str | None):
@@ -105,7 +111,10 @@ def _guided(name: str) -> Any:
     return Annotated[GrammarSpec | None, PlainValidator(check), WithJsonSchema(schema)]
 
 
-def _record(properties: dict[str, Any], required: list[str], others: Any = False) -> dict[str, Any]:
+_NULL = {"type": "null"}
+
+
+def _record(properties: dict[str, Any], required: list[str], others: Any = _NULL) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,

@@ -94,15 +94,21 @@ def _priority(value: object, info: ValidationInfo) -> object:
     return -value if type(value) is int and limits_of(info).lower_first else value
 
 
+def _named(value: object) -> object:
+    return "" if value is None else value
+
+
 def _model(value: str, info: ValidationInfo) -> str:
     limits_of(info).check_model(value)
     return value
 
 
 # Adapters come and go while a router runs: the document does not list their names
-_MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": "string"}]}
-ModelName: TypeAlias = Annotated[str, AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)]
-MODEL_DESCRIPTION = "empty = the first of /v1/models; also the name of an adapter that it lists"
+_MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": ["string", "null"]}]}
+ModelName: TypeAlias = Annotated[
+    str, BeforeValidator(_named), AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)
+]
+MODEL_DESCRIPTION = "empty or null = the first of /v1/models; also the name of an adapter that it lists"
 AskedPriority: TypeAlias = Annotated[
     Priority | None,
     BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None),
@@ -239,6 +245,7 @@ Prompts: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_prompts, s
 
 
 class CompletionRequest(HttpRequest):
+    prompt_embeds: Annotated[Any, OnlyNeutral()] = None
     add_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     tools: Annotated[Any, OnlyNeutral([])] = None
     tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None

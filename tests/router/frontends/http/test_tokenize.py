@@ -103,3 +103,14 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     assert seen == [1, 1, 1]
     # The last place is given back after its answer was sent.
     wait_for(lambda: scripted.admission.in_flight == 0, 10.0, "the place is free")
+
+
+def test_a_prompt_or_messages_that_are_null_are_missing(client):
+    """vLLM's clients write out both."""
+    for given, other in (({"prompt": "hi"}, "messages"), ({"messages": CHAT}, "prompt")):
+        made = client.post("/tokenize", json={**given, other: None})
+        assert made.json() == client.post("/tokenize", json=given).json(), made.text
+        assert made.status_code == 200
+    for body, field in (({"messages": None}, "messages"), ({"messages": CHAT, "prompt": "hi"}, "prompt")):
+        refused = client.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
