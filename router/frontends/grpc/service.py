@@ -257,6 +257,7 @@ class InferenceService:
                     model=model.name,
                     tenant=caller.tenant,
                     field="chat",
+                    answered=isinstance(request, pb.GenerateRequest),
                 )
         if asked is not None:
             await model.grammars.check(caller.tenant, asked)

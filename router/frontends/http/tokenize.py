@@ -155,6 +155,7 @@ class Tokenizing:
             model=model.name,
             truncated=options.truncates,
             tenant=caller.tenant,
+            answered=False,
         )
         kept = options.kept(prompt.tokens, limits.max_model_len)
         return replace(prompt, tokens=kept), bool(options.return_token_strs)
