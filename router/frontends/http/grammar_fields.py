@@ -21,6 +21,8 @@ _MAKERS: Mapping[str, _Make] = {
 }
 _OTHER_FIELDS = "has other fields than those of its type"
 _TEXT = {"type": "string", "minLength": 1}
+# Of vLLM's: JSON of the other kinds is always compact, and there is one library that makes grammars
+_OPTIONS = ("disable_any_whitespace", "disable_fallback")
 _SCHEMAS: Mapping[str, dict[str, Any]] = {
     "json": {"type": ["object", "boolean", "string"], "description": "a JSON schema, or its text"},
     "regex": {**_TEXT, "description": "for the whole answer"},
@@ -91,6 +93,9 @@ def _structured_outputs(value: object) -> GrammarSpec | None:
     if not isinstance(value, dict):
         raise wrong("must be an object")
     given = {name: one for name, one in value.items() if one is not None and one is not False}
+    for option in _OPTIONS:
+        if given.pop(option, True) is not True:
+            raise wrong(f"{option} must be true or false")
     if unknown := given.keys() - {*_MAKERS, "json_object"}:
         raise unsupported(f"{min(unknown)[:80]} is not supported")
     if len(given) != 1:
@@ -100,7 +105,12 @@ def _structured_outputs(value: object) -> GrammarSpec | None:
         if one is not True:
             raise wrong("json_object must be true or false")
         return ANY_OBJECT
-    return _made(_MAKERS[name], one, f"{name} ")
+    spec = _made(_MAKERS[name], one, f"{name} ")
+    if value.get("disable_any_whitespace") and spec.kind == "lark" and "%json" in spec.text:
+        raise unsupported(
+            "disable_any_whitespace is not supported with %json in a grammar, whose JSON may have some"
+        )
+    return spec
 
 
 def _guided(name: str) -> Any:
@@ -137,6 +147,7 @@ JSON_SCHEMA = _record(
     ["schema"],
 )
 _NEUTRAL = {"enum": [None, False]}
+_FLAGS = {name: {"type": ["boolean", "null"], "description": "holds anyway"} for name in _OPTIONS}
 ResponseFormat: TypeAlias = Annotated[
     GrammarSpec | None,
     PlainValidator(_response_format),
@@ -157,8 +168,8 @@ StructuredOutputs: TypeAlias = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                *(_record({name: schema}, [name], _NEUTRAL) for name, schema in _SCHEMAS.items()),
-                _record({"json_object": {"enum": [True]}}, ["json_object"], _NEUTRAL),
+                *(_record({name: schema, **_FLAGS}, [name], _NEUTRAL) for name, schema in _SCHEMAS.items()),
+                _record({"json_object": {"enum": [True]}, **_FLAGS}, ["json_object"], _NEUTRAL),
                 {"type": "null"},
             ]
         }
