@@ -31,6 +31,7 @@ BatonError
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
+    │   ├── EngineBusyError        503 UNAVAILABLE         a worker's machine was too busy for this request
     │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the request's grammar and its other options leave no token
     ├── EngineFailedError                                  an engine stopped in a step that ran this request
     └── UnreadableAnswerError                              the router cannot turn an answer's tokens into text or parts
@@ -239,6 +240,13 @@ class EngineRequestError(InternalError):
     # The fault may lie in one worker's memory or cache: the router tries one other engine.
     retryable = True
     internal = False
+
+
+class EngineBusyError(EngineRequestError):
+    """Work for one request did not get the processor in time. The request is not the cause: it may be sent again."""
+
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
 
 
 class GrammarDeadEndError(EngineRequestError):

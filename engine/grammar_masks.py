@@ -22,7 +22,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from cluster.errors import EngineRequestError, GrammarDeadEndError, InvalidRequestError, engine_request_error
+from cluster.errors import (
+    EngineBusyError,
+    EngineRequestError,
+    GrammarDeadEndError,
+    InvalidRequestError,
+    engine_request_error,
+)
 from cluster.round_robin import RoundRobin
 from engine.compiled_grammar import CompiledGrammar, Words
 from engine.sampling.grammar.base import word_count
@@ -31,6 +37,7 @@ from engine.scheduler.sequence import Sequence, SequenceState
 
 MASK_SECONDS = 1.0  # of processor time for one mask
 WALL_SECONDS = 10.0  # of a thread that waits, or does not get the processor
+RETRY_SECONDS = 2.0  # after such a wait
 SLOW_SECONDS = 0.02  # of processor time: a grammar with such a mask waits with others of its kind
 # So many times what the mask took: of what the quick ones wait for, slow masks are a small part.
 SLOW_TIMES = 50
@@ -62,15 +69,27 @@ class _Run:
         self._clock = clock(threading.get_ident()) if clock else time.CLOCK_PROCESS_CPUTIME_ID
         self._computed, self._began = time.clock_gettime(self._clock), time.monotonic()
 
-    @property
-    def is_too_long(self) -> bool:
-        """Ask while the thread fills it: its clock ends with it."""
-        computed = time.clock_gettime(self._clock) - self._computed
-        return computed >= MASK_SECONDS or time.monotonic() - self._began >= WALL_SECONDS
+    def failure(self) -> EngineRequestError | None:
+        """Why it is given up. None: it is not. Ask while the thread fills it: its clock ends with it."""
+        if time.clock_gettime(self._clock) - self._computed >= MASK_SECONDS:
+            return GrammarDeadEndError(
+                "grammar: the tokens that it allows next take too long to find",
+                field="grammar",
+                limit=f"{MASK_SECONDS:g} s of processor time",
+            )
+        if time.monotonic() - self._began < WALL_SECONDS:
+            return None
+        limit = f"{WALL_SECONDS:g} s"  # of which it computed for a small part: no fault of the grammar's
+        return EngineBusyError(
+            f"grammar: the tokens that it allows next were not found within {limit}: this worker is too busy",
+            field="grammar",
+            limit=limit,
+            retry_after_seconds=RETRY_SECONDS,
+        )
 
 
 class _Filler:
-    """A thread that fills masks, by tenants in turns. One that takes MASK_SECONDS fails, and another thread goes on."""
+    """A thread that fills masks, by tenants in turns. One that takes too long fails, and another thread goes on."""
 
     def __init__(self) -> None:
         self._waiting = RoundRobin[tuple[Sequence, Future[Words]]]()
@@ -113,17 +132,12 @@ class _Filler:
     def give_up(self, masks: GrammarMasks) -> None:
         """End a mask that takes too long, with an error; its thread is abandoned."""
         with self._lock:
-            if self._runs is None or not self._runs.is_too_long:
+            run = self._runs
+            if run is None or (failure := run.failure()) is None:
                 return
-            run, self._runs = self._runs, None
+            self._runs = None
             masks.took(run.compiled, MASK_SECONDS)
-            run.future.set_exception(
-                GrammarDeadEndError(
-                    "grammar: the tokens that it allows next take too long to find",
-                    field="grammar",
-                    limit=f"{MASK_SECONDS:g} s of processor time",
-                )
-            )
+            run.future.set_exception(failure)
             if self._thread is not None:
                 self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "grammar-masks")

@@ -192,13 +192,14 @@ class RequestGateway:
         tenant: str = "",
         cache_salt: str = "",
         field: str = "messages",
+        answered: bool = True,
     ) -> ChatPrompt:
         """Render, plan and tokenise the conversation that `read` returns (ModelText.chat), whose answer must match the
         grammar that was `asked` for.
 
         Raises ContextLengthError or InvalidRequestError before special tokens are searched in texts that are too long, and
         for tools and grammars that the model does not support; DeadlineError. Errors of the whole conversation name the
-        client's `field`.
+        client's `field`. Not `answered`: only the prompt is wanted, and no grammar is made.
         """
 
         served = self.model(model)
@@ -210,7 +211,7 @@ class RequestGateway:
 
         chat = served.text.chat(checked, characters, tenant=tenant)
         conversation, rendered = await self._in_time(chat, field)
-        plan = await checked_plan(served, tenant, conversation, rendered.text, asked)
+        plan = await checked_plan(served, tenant, conversation, rendered.text, asked, answered=answered)
         tokens = await self.encode(
             rendered,
             model=model,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.compiled_grammar import Words
 from engine.request import SamplingParams
 from engine.sampling.cuts import has_cuts
 from engine.sampling.philox import DrawKey
 
-GREEDY_BELOW = 1e-5  # temperatures
+# Temperatures: 1e-5 as a float of 32 bits, which requests have on their way to workers. It is a little less, and is drawn.
+GREEDY_BELOW = float(np.float32(1e-5))
 # Lower temperatures are raised to it: a difference of 1 between logits is a factor of e^100 already
 LOWEST_TEMPERATURE = 1e-2
 

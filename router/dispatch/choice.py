@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 from cluster.errors import UnreadableAnswerError
 from router.link.token import Token
@@ -41,6 +42,7 @@ class ChoiceStream:
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
         self._min_tokens = completion.sampling.min_tokens  # in their text no stop string ends the answer
+        self._stop_ids = _stop_ids(completion.sampling, text)
         source = completion.answer_format
         self._marked = None if source is None else MarkedText(source.parser(), source.marker_texts)
         self._plain = source is None and not completion.stop  # nothing is looked for in its text
@@ -96,8 +98,12 @@ class ChoiceStream:
             text += rest + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
         if self._marked is None:
-            return Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
-        return self._parsed(self._marked, text, marker, token)
+            made = Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
+        else:
+            made = self._parsed(self._marked, text, marker, token)
+        if ended != "stop" or self._stop.stopped or token_id not in self._stop_ids:
+            return made
+        return made._replace(stop_token=token_id)
 
     def _read(self, token_id: int, count: int) -> tuple[str, int | None]:
         """The text that can be shown now that the token came, and the token if it is a marker behind this text. `count`:
@@ -125,3 +131,11 @@ class ChoiceStream:
         """The error for the client; the log has what was raised."""
         log.error("choice %d cannot be read at token %d", self.index, self.new_tokens, exc_info=error)
         return UnreadableAnswerError(f"the answer cannot be read: {type(error).__name__}")
+
+
+def _stop_ids(sampling: common_pb2.SamplingParams, text: ModelText) -> Collection[int]:
+    """The request's stop_token_ids, without ends of the model that end the answer anyway."""
+    own = sampling.stop_token_ids
+    if not own:
+        return ()
+    return frozenset(own) if sampling.ignore_eos else frozenset(own).difference(text.eos_token_ids)

@@ -14,6 +14,7 @@ from cluster.security.keys import Caller
 from router.gateway import RequestGateway
 from router.request.completion import Completion, Outcome
 from router.request.embedding_options import EmbeddingOptions
+from router.request.fields import numbered
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import Envelope
@@ -61,11 +62,12 @@ async def read_inputs(
     admit(len(options.input) - 1)
     completions: list[Completion] = []
     async with gateway.preparing(caller, model.name):
-        for one in options.input:
+        for index, one in enumerate(options.input):
             if completions:
                 await next_turn()
-            tokens = await _tokens(gateway, model, one, options, caller.tenant, envelope.cache_salt)
-            completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0))
+            field = numbered("input", index, len(options.input))
+            tokens = await _tokens(gateway, model, one, options, caller.tenant, envelope.cache_salt, field)
+            completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0, field))
         check_allowed(completions[0], caller)
     return completions, vectors
 
@@ -77,6 +79,7 @@ async def _tokens(
     options: EmbeddingOptions,
     tenant: str,
     cache_salt: str,
+    field: str,
 ) -> Sequence[int]:
     tokens: Sequence[int]
     if not isinstance(given, str):
@@ -89,7 +92,7 @@ async def _tokens(
             truncated=options.truncate_prompt_tokens is not None,
             tenant=tenant,
             cache_salt=cache_salt,
-            field="input",
+            field=field,
         )
     return options.kept(tokens, model.validator.longest_input(model.embedding)[0])
 

@@ -281,12 +281,16 @@ class PlaceScript:
 
 
 def too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:
-    limits = [limit for limit in (request.target_seconds, request.deadline_seconds) if limit > 0]
-    limit = min(limits, default=0.0)  # a request without a limit is not refused
+    """Its field is the limit: the router's setting for the request's class, or the request's own deadline. No request has
+    a field for the time to the first token, and embeddings have no such token."""
+    target, deadline = request.target_seconds, request.deadline_seconds
+    of_request = deadline > 0 and not 0 < target <= deadline
+    limit = deadline if of_request else target  # 0: a request without a limit is not refused
+    field = "deadline" if of_request else f"ttft_target_seconds_{request.priority_class}"
     return OverloadedError(
-        f"the first token would take about {first_token_seconds:.1f} s; a {request.priority_class} request here "
-        f"waits at most {limit:.1f} s",
-        field="ttft",
+        f"the answer would begin in about {first_token_seconds:.1f} s; a {request.priority_class} request here "
+        f"waits at most {limit:.1f} s ({field})",
+        field=field,
         limit=f"{limit:g}",
         retry_after_seconds=max(MIN_RETRY_SECONDS, first_token_seconds - limit),
     )

@@ -99,13 +99,7 @@ class AnswerPlans:
 
     def plan(self, conversation: Conversation, rendered: str, asked: RequestedGrammar | None) -> AnswerPlan:
         """`rendered`: the prompt's text. Raises InvalidRequestError."""
-        if conversation.callable and not self.tool_parser:
-            raise UnsupportedFieldError(
-                "tools: no parser is known for this model's calls; the router's setting tool_parser names one",
-                field="tools",
-            )
-        if conversation.must_call and not conversation.callable:
-            raise refuse("tool_choice", "a call is required, but there are no tools")
+        self.check_tools(conversation)
         demanding = _demanding(conversation)
         # Calls, or an answer that matches what was asked for.
         either = asked is not None and bool(conversation.callable) and self._formats.has_tool_grammar
@@ -122,6 +116,16 @@ class AnswerPlans:
             whole = RequestedGrammar(asked.field, spec)
             return AnswerPlan(parsed, whole, (asked, whole) if spec != asked.spec else (asked,))
         return AnswerPlan(parsed, asked, (asked,))
+
+    def check_tools(self, conversation: Conversation) -> None:
+        """Raises InvalidRequestError where no answer can have the calls that it may have, or must."""
+        if conversation.callable and not self.tool_parser:
+            raise UnsupportedFieldError(
+                "tools: no parser is known for this model's calls; the router's setting tool_parser names one",
+                field="tools",
+            )
+        if conversation.must_call and not conversation.callable:
+            raise refuse("tool_choice", "a call is required, but there are no tools")
 
     def _with_tool_grammar(
         self,

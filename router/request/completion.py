@@ -88,11 +88,17 @@ class Delta(NamedTuple):
     echo: bytes = (
         b""  # JSON of the prompt's text without quotation marks, shown before `text`; shared by its choices
     )
+    stop_token: int | None = None  # of the request's stop_token_ids, that ended the choice
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What of the request ended the choice, as vLLM shows it. None: the model's own end, or the limit of tokens."""
+        return self.stop_token if self.stop_string is None else self.stop_string
 
 
 def text_delta(choice: int, text: str, token: Token) -> Delta:
     """A token and its text. `Delta`'s own constructor, which looks for defaults, takes half as long again."""
-    return tuple.__new__(Delta, (choice, text, (token,), None, None, None, (), b""))
+    return tuple.__new__(Delta, (choice, text, (token,), None, None, None, (), b"", None))
 
 
 @dataclass(frozen=True)

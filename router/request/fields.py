@@ -68,6 +68,11 @@ def refuse(name: str, text: str, limit: object = "") -> InvalidRequestError:
     return InvalidRequestError(f"{name}: {text}", field=name, limit=str(limit))
 
 
+def numbered(name: str, index: int, count: int) -> str:
+    """The name of one entry of a field in errors; that of the field where it has no other."""
+    return name if count == 1 else f"{name}[{index}]"
+
+
 def wrong(text: str, limit: object = "") -> PydanticCustomError:
     """An error of one field, from its validator; `read` adds the name."""
     return PydanticCustomError("wrong", "{text}", {"text": text, "limit": str(limit)})

@@ -72,12 +72,12 @@ class Message(_Message):
 
 class CalledFunction(RequestModel):
     name: str
-    arguments: str = "{}"
+    arguments: str | None = None  # none: as an empty object
 
 
 class ToolCall(RequestModel):
     id: CallId
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
     objects = frozenset({"function"})
 
@@ -145,7 +145,8 @@ def _call(value: object, name: str, limits: FieldLimits, texts: JsonTexts) -> di
     if not isinstance(value, dict):
         raise refuse(name, "must be an object")
     call = read(ToolCall, value, limits, name)
-    return template_call(call.id, call.function.name, call.function.arguments, f"{name}.function", texts)
+    function = call.function
+    return template_call(call.id, function.name, function.arguments or "", f"{name}.function", texts)
 
 
 def template_call(call_id: str, name: str, arguments: str, field: str, texts: JsonTexts) -> dict[str, Any]:

@@ -16,10 +16,20 @@ MAX_REFUSED = 8
 
 
 async def checked_plan(
-    model: ServedModel, tenant: str, conversation: Conversation, rendered: str, asked: RequestedGrammar | None
+    model: ServedModel,
+    tenant: str,
+    conversation: Conversation,
+    rendered: str,
+    asked: RequestedGrammar | None,
+    *,
+    answered: bool = True,
 ) -> AnswerPlan:
     """Plan the answer to a prompt, whose grammar compiles. Arguments of a tool that is not strict are any object where
-    calls are demanded and its schema has no grammar. Raises what AnswerPlans.plan and GrammarChecks.check raise."""
+    calls are demanded and its schema has no grammar. Not `answered`: the prompt alone is wanted, no grammar is made, and
+    schemas may be any. Raises what AnswerPlans.plan and GrammarChecks.check raise."""
+    if not answered:
+        model.plans.check_tools(conversation)
+        return AnswerPlan()
     if asked is not None and model.plans.reasoning_parser:
         asked = await model.grammars.with_known_begin(tenant, asked)
 

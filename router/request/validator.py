@@ -117,21 +117,27 @@ class Validator:
         )
 
     def embedding(
-        self, prompt: Sequence[int], how: Embedding, envelope: Envelope, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        how: Embedding,
+        envelope: Envelope,
+        priority: int = 0,
+        field: str = "input",
     ) -> Completion:
-        """The request for the embedding of one `input`. Raises InvalidRequestError or ContextLengthError."""
+        """The request for the embedding of one input, which is the client's `field`. Raises InvalidRequestError or
+        ContextLengthError."""
         longest, setting = self.longest_input(how)
         if len(prompt) > longest:
             raise ContextLengthError(
-                f"input: {len(prompt)} tokens exceed the {longest} of {setting}",
-                field="input",
+                f"{field}: {len(prompt)} tokens exceed the {longest} of {setting}",
+                field=field,
                 limit=str(longest),
             )
         if not prompt:
-            raise refuse("input", "is empty; at least one token is needed", 1)
+            raise refuse(field, "is empty; at least one token is needed", 1)
         return Completion(
             **self._common(envelope),
-            prompt_tokens=self._tokens("input", prompt),
+            prompt_tokens=self._tokens(field, prompt),
             sampling=common_pb2.SamplingParams(
                 max_tokens=1, ignore_eos=True, pooling=common_pb2.Pooling.ValueType(how.pooling)
             ),
@@ -152,7 +158,11 @@ class Validator:
         """Bound the vectors of one request. Raises InvalidRequestError."""
         most = self._config.max_answer_entries
         if inputs * how.dimensions > most:
-            raise refuse("input", f"{inputs} inputs x {how.dimensions} dimensions exceed {most}", most)
+            raise refuse(
+                "input",
+                f"{inputs} inputs x {how.dimensions} dimensions exceed {most} (max_answer_entries)",
+                most,
+            )
 
     def _common(self, envelope: Envelope) -> dict[str, Any]:
         """The fields that requests of each kind have. Raises InvalidRequestError."""

@@ -21,8 +21,10 @@ from engine.sampling.draw import draw
 from engine.sampling.philox import DrawKey, philox4x32
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
+from wire import common_pb2
 
 VOCAB = 400
+ON_THE_WIRE = common_pb2.SamplingParams(temperature=1e-5).temperature  # of 32 bits: a little less
 
 
 def words(*values: int) -> Any:
@@ -212,7 +214,9 @@ CUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20, 9.9e-6])
+@pytest.mark.parametrize(
+    "temperature", [1e-45, 1e-38, 1e-20, 9.9e-6, float(np.nextafter(np.float32(1e-5), 0))]
+)
 def test_a_temperature_below_1e_5_is_greedy(temperature, cut):
     x = torch.tensor([[1.0, 1.001, 1.001, 0.9]])
     for seed in range(20):
@@ -220,8 +224,9 @@ def test_a_temperature_below_1e_5_is_greedy(temperature, cut):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"min_p": 1e-9}])
-@pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 9.9e-3])
+@pytest.mark.parametrize("temperature", [1e-5, ON_THE_WIRE, 1.1e-5, 1e-3, 9.9e-3])
 def test_a_temperature_below_1e_2_is_1e_2(temperature, cut):
+    """Also exactly 1e-5, which documents promise, on its way from a client too."""
     x = torch.tensor([[1.0, 1.001, 1.001, 0.9]])
     draws, expected = (
         [drawn(x.clone(), [row(temperature=t, seed=seed, **cut)])[0] for seed in range(60)]

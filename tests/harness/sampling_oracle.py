@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Word = Any  # an integer, or a column of uint64
 
-GREEDY_BELOW, LOWEST_TEMPERATURE, LARGEST = 1e-5, 1e-2, 1e30
+GREEDY_BELOW, LOWEST_TEMPERATURE, LARGEST = float(np.float32(1e-5)), 1e-2, 1e30
 MULTIPLIERS, WEYL, ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 WORD = 2**32
 

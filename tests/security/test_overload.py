@@ -115,7 +115,7 @@ async def test_too_many_are_refused_at_once_with_a_retry_time(busy):
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
     assert 3 <= codes[grpc.StatusCode.OK] <= 25
     refused = [one for one in ended if one.code is grpc.StatusCode.RESOURCE_EXHAUSTED]
-    assert {one.field for one in refused} == {"ttft"}
+    assert {one.field for one in refused} == {"ttft_target_seconds_normal"}
     assert all(1.0 <= one.retry_seconds < 10.0 for one in refused)
     served = [one.seconds for one in ended if one.code is grpc.StatusCode.OK]
     assert max(served) < 2 * TARGETS["normal"] + 2, "a busy machine may be slower than its workers say"
@@ -135,7 +135,7 @@ async def test_http_reports_overload_in_the_same_way(busy):
     assert {answer.status_code for answer in answers} == {200, 429}
     for refused in [answer for answer in answers if answer.status_code == 429]:
         assert 1 <= int(refused.headers["retry-after"]) <= 10
-        assert refused.json()["error"]["param"] == "ttft"
+        assert refused.json()["error"]["param"] == "ttft_target_seconds_normal"
         assert refused.json()["error"]["code"] == "overloaded"
     assert wrong.status_code == 400
 

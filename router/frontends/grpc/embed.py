@@ -16,7 +16,7 @@ from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta
 from router.request.embedding_options import EmbeddingOptions
-from router.request.fields import limits_of, read, wrong
+from router.request.fields import limits_of, numbered, read, wrong
 from router.request.permissions import timings_for
 from router.request.validator import Envelope
 from wire import inference_pb2 as pb
@@ -27,7 +27,7 @@ def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | 
     limits = limits_of(info)
     most = limits.settings.max_prompts
     if len(value) > most:
-        raise wrong(f"at most {most} at once", most)
+        raise wrong(f"at most {most} at once (max_prompts)", most)
     truncates = info.data.get("truncate_prompt_tokens") is not None
     kept = (
         slice(limits.max_model_len)
@@ -35,7 +35,7 @@ def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | 
         else slice(-limits.max_model_len, None)
     )
     made: list[str | Sequence[int]] = []
-    for one in value:
+    for index, one in enumerate(value):
         kind = one.WhichOneof("input")
         if kind is None:
             raise wrong("each entry must have text or token_ids")
@@ -44,7 +44,8 @@ def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | 
         elif truncates:
             made.append(one.token_ids.ids[kept])
         else:
-            limits.check_lengths(len(one.token_ids.ids), field="input")
+            field = numbered("input", index, len(value))
+            limits.check_lengths(len(one.token_ids.ids), field=field)
             made.append(one.token_ids.ids)
     return made
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import grpc
@@ -12,7 +13,7 @@ from google.protobuf.message import Message
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, OverloadedError
-from cluster.grammar.spec import grammar_from_wire
+from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from cluster.security.keys import Caller
 from router.admission.admission import Place
 from router.dispatch.services import Identity
@@ -37,7 +38,7 @@ from router.request import model_hint
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
-from router.request.grammars import RequestedGrammar, json_spec, lark_spec
+from router.request.grammars import RequestedGrammar, json_spec, lark_spec, text_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
@@ -50,7 +51,11 @@ SERVICE = "baton.v1.Inference"
 M = TypeVar("M", bound=Message)
 
 
-_CHECKED = {"json_schema": json_spec, "lark": lark_spec}
+_CHECKED: Mapping[str, Callable[[str], GrammarSpec]] = {
+    "json_schema": json_spec,
+    "lark": lark_spec,
+    "regex": partial(text_spec, "regex"),
+}
 
 
 def _grammar(message: common_pb2.Grammar) -> RequestedGrammar:
@@ -276,6 +281,7 @@ class InferenceService:
                     model=model.name,
                     tenant=caller.tenant,
                     field="chat",
+                    answered=isinstance(request, pb.GenerateRequest),
                 )
         if asked is not None:
             await model.grammars.check(caller.tenant, asked)

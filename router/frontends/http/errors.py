@@ -14,6 +14,7 @@ from cluster.errors import (
     BatonError,
     ContextLengthError,
     DrainingError,
+    EngineBusyError,
     ForbiddenError,
     GrammarDeadEndError,
     InternalError,
@@ -38,6 +39,7 @@ _CODES: dict[type[BatonError], str] = {
     UnauthenticatedError: "invalid_api_key",
     ForbiddenError: "insufficient_permissions",
     DrainingError: "draining",
+    EngineBusyError: "overloaded",
     GrammarDeadEndError: "grammar_dead_end",
 }
 _OF_THE_REQUEST = (

@@ -29,6 +29,7 @@ from router.frontends.http.serving import Admit, ParsedRequest, Serving, request
 from router.frontends.http.shapes import ChatShape, CompletionShape, PromptIds, PromptShown, Shape, WholeShape
 from router.observe.traces import Arrival
 from router.request.answer_plan import AnswerPlan, ChatPrompt
+from router.request.fields import numbered
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import Envelope
@@ -84,11 +85,12 @@ class Generate:
                 cache_salt=envelope.cache_salt,
             )
             prompts: list[ChatPrompt] = []
-            for one in options.prompt:
+            for index, one in enumerate(options.prompt):
                 if prompts:
                     await self._serving.start_turn(request, model.name)
-                tokens = await encode(one) if isinstance(one, str) else one
-                prompts.append(ChatPrompt(tokens, AnswerPlan(grammar=asked)))
+                field = numbered("prompt", index, len(options.prompt))
+                tokens = await encode(one, field=field) if isinstance(one, str) else one
+                prompts.append(ChatPrompt(tokens, AnswerPlan(grammar=asked), field))
             parsed = self._parsed(CompletionShape, model, caller, options, prompts, envelope, arrival)
             if not options.echoes:
                 return parsed

@@ -21,6 +21,8 @@ _MAKERS: Mapping[str, _Make] = {
 }
 _OTHER_FIELDS = "has other fields than those of its type"
 _TEXT = {"type": "string", "minLength": 1}
+# Of vLLM's: JSON of the other kinds is always compact, and there is one library that makes grammars
+_OPTIONS = ("disable_any_whitespace", "disable_fallback")
 _SCHEMAS: Mapping[str, dict[str, Any]] = {
     "json": {"type": ["object", "boolean", "string"], "description": "a JSON schema, or its text"},
     "regex": {**_TEXT, "description": "for the whole answer"},
@@ -43,19 +45,25 @@ def _response_format(value: object) -> GrammarSpec | None:
         raise wrong("must be an object")
     if value.get("type") != "json_schema":
         return plain_grammar(value)
-    if "json_schema" not in value:
+    given = _given(value)
+    if "json_schema" not in given:
         raise wrong("json_schema is missing")
-    if value.keys() != {"type", "json_schema"}:
+    if given != {"type", "json_schema"}:
         raise wrong(_OTHER_FIELDS)
     return schema_grammar(value["json_schema"], "json_schema")
+
+
+def _given(value: Mapping[str, Any]) -> set[str]:
+    """The fields that are not null: clients that write out a whole model send the others too, as vLLM's do."""
+    return {name for name, one in value.items() if one is not None}
 
 
 def plain_grammar(value: Mapping[str, Any]) -> GrammarSpec | None:
     """The grammar of a format without a schema; None: of text."""
     match value.get("type"):
-        case "text" if len(value) == 1:
+        case "text" if _given(value) == {"type"}:
             return None
-        case "json_object" if len(value) == 1:
+        case "json_object" if _given(value) == {"type"}:
             return ANY_OBJECT
         case "text" | "json_object":
             raise wrong(_OTHER_FIELDS)
@@ -67,7 +75,7 @@ def schema_grammar(value: object, name: str) -> GrammarSpec:
     if not isinstance(value, dict):
         raise wrong(f"{name} must be an object")
     inner = f"{name}." if name else ""
-    if unknown := value.keys() - {"name", "description", "schema", "strict"}:
+    if unknown := _given(value) - {"name", "description", "schema", "strict"}:
         raise wrong(f"{name or 'it'} has an unknown field: {min(unknown)[:80]}")
     for text in ("name", "description"):
         if not isinstance(value.get(text), str | None):
@@ -85,6 +93,9 @@ def _structured_outputs(value: object) -> GrammarSpec | None:
     if not isinstance(value, dict):
         raise wrong("must be an object")
     given = {name: one for name, one in value.items() if one is not None and one is not False}
+    for option in _OPTIONS:
+        if given.pop(option, True) is not True:
+            raise wrong(f"{option} must be true or false")
     if unknown := given.keys() - {*_MAKERS, "json_object"}:
         raise unsupported(f"{min(unknown)[:80]} is not supported")
     if len(given) != 1:
@@ -94,7 +105,12 @@ def _structured_outputs(value: object) -> GrammarSpec | None:
         if one is not True:
             raise wrong("json_object must be true or false")
         return ANY_OBJECT
-    return _made(_MAKERS[name], one, f"{name} ")
+    spec = _made(_MAKERS[name], one, f"{name} ")
+    if value.get("disable_any_whitespace") and spec.kind == "lark" and "%json" in spec.text:
+        raise unsupported(
+            "disable_any_whitespace is not supported with %json in a grammar, whose JSON may have some"
+        )
+    return spec
 
 
 def _guided(name: str) -> Any:
@@ -105,7 +121,10 @@ def _guided(name: str) -> Any:
     return Annotated[GrammarSpec | None, PlainValidator(check), WithJsonSchema(schema)]
 
 
-def _record(properties: dict[str, Any], required: list[str], others: Any = False) -> dict[str, Any]:
+_NULL = {"type": "null"}
+
+
+def _record(properties: dict[str, Any], required: list[str], others: Any = _NULL) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -128,6 +147,7 @@ JSON_SCHEMA = _record(
     ["schema"],
 )
 _NEUTRAL = {"enum": [None, False]}
+_FLAGS = {name: {"type": ["boolean", "null"], "description": "holds anyway"} for name in _OPTIONS}
 ResponseFormat: TypeAlias = Annotated[
     GrammarSpec | None,
     PlainValidator(_response_format),
@@ -148,8 +168,8 @@ StructuredOutputs: TypeAlias = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                *(_record({name: schema}, [name], _NEUTRAL) for name, schema in _SCHEMAS.items()),
-                _record({"json_object": {"enum": [True]}}, ["json_object"], _NEUTRAL),
+                *(_record({name: schema, **_FLAGS}, [name], _NEUTRAL) for name, schema in _SCHEMAS.items()),
+                _record({"json_object": {"enum": [True]}, **_FLAGS}, ["json_object"], _NEUTRAL),
                 {"type": "null"},
             ]
         }

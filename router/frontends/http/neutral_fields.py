@@ -45,7 +45,12 @@ class NeutralFields(GenerationOptions):
     kv_transfer_params: Annotated[Any, OnlyNeutral()] = None
     length_penalty: Annotated[Any, OnlyNeutral(1.0, 1)] = None
     logits_processors: Annotated[Any, OnlyNeutral([])] = None
+    media_io_kwargs: Annotated[Any, OnlyNeutral()] = None
     mm_processor_kwargs: Annotated[Any, OnlyNeutral()] = None
+    repetition_detection: Annotated[Any, OnlyNeutral()] = None
+    return_prompt_text: Annotated[Any, OnlyNeutral(False)] = None
     return_tokens_as_token_ids: Annotated[Any, OnlyNeutral(False)] = None
+    thinking_token_budget: Annotated[Any, OnlyNeutral()] = None
+    truncation_side: Annotated[Any, OnlyNeutral("left")] = None
     use_beam_search: Annotated[Any, OnlyNeutral(False)] = None
     vllm_xargs: Annotated[Any, OnlyNeutral()] = None

@@ -30,6 +30,7 @@ from router.request.fields import (
     RequestModel,
     late,
     limits_of,
+    numbered,
     read,
     refuse,
     same_json,
@@ -93,15 +94,21 @@ def _priority(value: object, info: ValidationInfo) -> object:
     return -value if type(value) is int and limits_of(info).lower_first else value
 
 
+def _named(value: object) -> object:
+    return "" if value is None else value
+
+
 def _model(value: str, info: ValidationInfo) -> str:
     limits_of(info).check_model(value)
     return value
 
 
 # Adapters come and go while a router runs: the document does not list their names
-_MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": "string"}]}
-ModelName: TypeAlias = Annotated[str, AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)]
-MODEL_DESCRIPTION = "empty = the first of /v1/models; also the name of an adapter that it lists"
+_MODEL_SCHEMA = {"anyOf": [{"enum": {"$limit": "accepted_names"}}, {"type": ["string", "null"]}]}
+ModelName: TypeAlias = Annotated[
+    str, BeforeValidator(_named), AfterValidator(_model), WithJsonSchema(_MODEL_SCHEMA)
+]
+MODEL_DESCRIPTION = "empty or null = the first of /v1/models; also the name of an adapter that it lists"
 AskedPriority: TypeAlias = Annotated[
     Priority | None,
     BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None),
@@ -217,15 +224,16 @@ def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list) or not value:
         raise wrong("must be text, token ids, or a list of either")
-    if len(value) > most and not truncates:  # token ids, or too many
-        limits.check_lengths(len(value), field=name)
+    if len(value) > most:  # counted before anything looks at each
+        if type(value[0]) is not int:
+            raise wrong(f"at most {most} at once (max_prompts)", most)
+        if not truncates:
+            limits.check_lengths(len(value), field=name)
     if set(map(type, value)) == {int}:
         return [value]
-    if len(value) > most:
-        raise wrong(f"at most {most} at once", most)
-    for one in value:
+    for index, one in enumerate(value):
         if isinstance(one, list) and not truncates:
-            limits.check_lengths(len(one), field=name)
+            limits.check_lengths(len(one), field=numbered(name, index, len(value)))
         if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
             raise wrong("a list must hold texts or token ids")
     return value
@@ -237,6 +245,7 @@ Prompts: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_prompts, s
 
 
 class CompletionRequest(HttpRequest):
+    prompt_embeds: Annotated[Any, OnlyNeutral()] = None
     add_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     tools: Annotated[Any, OnlyNeutral([])] = None
     tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None

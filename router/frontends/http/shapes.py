@@ -102,7 +102,7 @@ class Answer:
     def __init__(self, shape: Shape, index: int, prompt: list[bytes] | None = None):
         """`prompt`: the entries of a choice of the same prompt, which shows them too."""
         self.index = index
-        self.finish: str | None = None
+        self.ended: tuple[str | None, str | int | None] = None, None  # why, and what of the request did
         self.token_ids: list[int] = []
         self._shape = shape
         self._text: list[str] = []
@@ -130,7 +130,7 @@ class Answer:
         else:
             self._parts.add(self._shape.view.shown(delta.parts))
         self.token_ids += [token.token_id for token in delta.tokens]
-        self.finish = delta.finish or self.finish
+        self.ended = (delta.finish, delta.stop_reason) if delta.finish else self.ended
         for name, values in (self._shape.logprobs(self.index, self._shape.scored(delta)) or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
@@ -255,7 +255,7 @@ class Shape:
 
     def choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         message = answer.message(lists)
-        shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(lists), answer.finish)
+        shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(lists), *answer.ended)
         return shown | self.of_choice(answer, lists)
 
     def of_choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Shape:
             role = {"role": "assistant"} if first else {}
             message = {"delta": role | delta_fields(self.view.shown(delta.parts))}
         logprobs = self.logprobs(index, self.scored(delta))
-        shown = self._shown(index, message, token_ids, logprobs, delta.finish)
+        shown = self._shown(index, message, token_ids, logprobs, delta.finish, delta.stop_reason)
         return shown | self.of_first_choice(index) if first else shown
 
     def _shown(
@@ -314,8 +314,11 @@ class Shape:
         token_ids: list[int],
         logprobs: dict[str, Any] | None,
         finish: str | None,
+        stop_reason: str | int | None = None,  # vLLM's
     ) -> dict[str, Any]:
         shown = {"index": index, **message, "logprobs": logprobs, "finish_reason": self.view.finish(finish)}
+        if finish is not None:
+            shown["stop_reason"] = stop_reason
         if self.token_ids:
             shown["token_ids"] = token_ids
         return shown

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 import orjson
 from pydantic import Field, PlainValidator, ValidationInfo
+from pydantic.json_schema import WithJsonSchema
 from starlette.responses import Response
 
 from cluster.security.keys import Caller
@@ -49,11 +50,21 @@ def _tokens(value: object, info: ValidationInfo) -> list[int]:
     return value
 
 
+def _absent(value: object) -> None:
+    if value is not None:
+        raise wrong("not with messages: send one of the two")
+
+
+# vLLM's clients write out the one that they do not use
+_Absent: TypeAlias = Annotated[None, PlainValidator(_absent), WithJsonSchema({"type": "null"})]
+
+
 class TokenizeRequest(RequestModel):
     model_config = CLOSED
 
     model: ModelName = Field("", description=MODEL_DESCRIPTION)
     prompt: str
+    messages: _Absent = None
     add_special_tokens: Flag = Field(None, description="default: true")
     return_token_strs: Flag = None
 
@@ -61,6 +72,7 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(ChatCompletionRequest):
     """Fields that do not change a chat's prompt are checked, and change nothing."""
 
+    prompt: _Absent = None
     return_token_strs: Flag = None
 
 
@@ -111,7 +123,8 @@ class Tokenizing:
         await self.answer(request, self._text)
 
     async def _tokens(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
-        read = self._of_chat if "messages" in body else self._of_text
+        is_chat = body.get("messages") is not None or (body.get("prompt") is None and "messages" in body)
+        read = self._of_chat if is_chat else self._of_text
         prompt, strings = await read(body, model, caller)
         tokens = prompt.tokens
         most = self._gateway.config.max_answer_entries
@@ -142,6 +155,7 @@ class Tokenizing:
             model=model.name,
             truncated=options.truncates,
             tenant=caller.tenant,
+            answered=False,
         )
         kept = options.kept(prompt.tokens, limits.max_model_len)
         return replace(prompt, tokens=kept), bool(options.return_token_strs)

@@ -36,7 +36,7 @@ class Refusing:
 
     async def place(self, request: PlacementRequest) -> Placed:
         self.asked.append(request)
-        raise OverloadedError("late", field="ttft")
+        raise OverloadedError("late", field="ttft_target_seconds_normal")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
     DrainingError,
+    EngineBusyError,
     EngineFailedError,
     EngineRequestError,
     GrammarDeadEndError,
@@ -33,9 +34,10 @@ from wire import common_pb2
 
 REQUEST = EngineRequestError("non-finite logits")
 FAILED = EngineFailedError("the engine failed while it ran this request: IndexError")
+BUSY = EngineBusyError("grammar: this worker is too busy", field="grammar", retry_after_seconds=2.0)
 
 
-@pytest.mark.parametrize("error", [REQUEST, FAILED])
+@pytest.mark.parametrize("error", [REQUEST, FAILED, BUSY])
 @pytest.mark.parametrize("source", list(Source))
 async def test_one_failure_is_retried_at_another_worker(text, monkeypatch, error, source):
     world = Failing(text, [(source, error, 0)])
@@ -55,6 +57,17 @@ async def test_two_failures_end_the_request_in_any_case(text, monkeypatch, error
     assert len(world.attempts) == 3, "a third engine has seen it"
     assert not caught.value.retryable
     assert world.released == [one.transfer_id for one in world.attempts]
+
+
+@pytest.mark.parametrize(("first", "error"), [(BUSY, EngineBusyError), (FAILED, AttemptsExhaustedError)])
+async def test_a_request_that_met_busy_engines_may_be_sent_again(text, monkeypatch, first, error):
+    """Its client was told that the request itself was wrong. One that may have made an engine fail is not repeated."""
+    world = Failing(text, [(Source.DECODE, first, 2), (Source.PREFILL, BUSY, 0)])
+    with pytest.raises(error) as caught:
+        await run(world, monkeypatch)
+    assert len(world.attempts) == 2
+    if error is EngineBusyError:
+        assert caught.value.retryable and caught.value.retry_after_seconds == 2.0
 
 
 @pytest.mark.parametrize("tokens", [0, 2])

@@ -16,6 +16,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.priority import class_of
 from router.placement.calibration import Calibration
+from router.placement.place_script import too_late
 from router.placement.placement import Placement
 from router.placement.script_call import RedisBackoff
 from router.placement.types import PlacementRequest
@@ -101,7 +102,7 @@ async def test_a_request_that_would_be_late_is_refused_and_charges_nothing(place
     before = await load(placement)
     with pytest.raises(OverloadedError) as caught:
         await placement.place(request(1000))
-    assert caught.value.field == "ttft" and caught.value.limit == "10"
+    assert caught.value.field == "ttft_target_seconds_normal" and caught.value.limit == "10"
     assert caught.value.retry_after_seconds == pytest.approx(3.0, abs=0.2)
     assert await load(placement) == before
     assert (await placement.place(request(1000, target=0.0))).terms["first_token"] == pytest.approx(13, abs=1)
@@ -122,8 +123,9 @@ async def test_a_refusal_is_an_answer_of_redis(placement):
 
 async def test_its_own_deadline_counts_too(placement):
     await placement.place(request(6000))
-    with pytest.raises(OverloadedError):
+    with pytest.raises(OverloadedError) as caught:
         await placement.place(request(1000, deadline=5.0))
+    assert (caught.value.field, caught.value.limit) == ("deadline", "5")
     await placement.place(request(1000, deadline=8.0))
 
 
@@ -203,3 +205,20 @@ def test_a_worker_that_stood_still_does_not_make_all_look_slow():
     for _ in range(60):  # but what has become slow for good is learned
         calibration.observe_prefill(1000, 1000, 10.0)
     assert calibration.a * 1000 + calibration.b * 500_000 == pytest.approx(10.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("priority", "target", "deadline", "field", "limit"),
+    [
+        (1, 10.0, 0.0, "ttft_target_seconds_high", "10"),
+        (0, 10.0, 600.0, "ttft_target_seconds_normal", "10"),
+        (-1, 10.0, 10.0, "ttft_target_seconds_batch", "10"),
+        (0, 10.0, 9.5, "deadline", "9.5"),
+        (0, 0.0, 9.5, "deadline", "9.5"),
+    ],
+)
+def test_a_refusal_names_the_limit(priority, target, deadline, field, limit):
+    """No endpoint has a field `ttft`, and embeddings have no first token."""
+    error = too_late(request(1000, priority, target, deadline), 13.0)
+    assert (error.field, error.limit) == (field, limit)
+    assert f"({field})" in error.message and "token" not in error.message

@@ -219,9 +219,18 @@ async def test_prompts_of_token_ids_are_measured_first(gateway):
     assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
     assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]
     most = gateway.config.max_prompts
-    for value in ([1] * (most + 1), [[1] * CONTEXT], ["a"] * (most + 1)):
-        with pytest.raises(ContextLengthError):
+    for value, field in (
+        ([1] * (most + 1), "prompt"),
+        ([[1] * CONTEXT], "prompt"),
+        (["a", [1] * CONTEXT], "prompt[1]"),
+    ):
+        with pytest.raises(ContextLengthError) as caught:
             await prompts(value)
+        assert caught.value.field == field
+    with pytest.raises(
+        InvalidRequestError, match="max_prompts"
+    ):  # also more texts than the context has tokens
+        await prompts(["a"] * (most + 1))
     assert len(await prompts(["a"] * most)) == most
     # What is to be cut may be longer than the context.
     longer = {"prompt": [[1] * 2 * CONTEXT], "truncate_prompt_tokens": CONTEXT // 2}

@@ -67,6 +67,18 @@ def test_what_references_lead_to_has_levels(tokenizer: Any) -> None:
     assert "more than 32 levels" in refusal(tokenizer, within(part))
 
 
+def test_levels_below_the_last_one_are_not_walked() -> None:
+    """A body has room for parts of thousands of levels: the first that is too deep is the error."""
+    deep: dict[str, Any] = {}
+    for _ in range(1_000):
+        deep = {"items": deep}
+    levels = [*range(1, schema_walk.MAX_DEPTH + 2)]
+    assert [depth for _, _, depth in schema_walk._walk(deep)] == levels
+    assert [depth for _, _, depth in schema_walk._walk(within(deep))] == [1, 2, *levels]
+    error = schema_walk.why_not(within(deep), lambda _: "")
+    assert error is not None and error.message.endswith(f": more than {schema_walk.MAX_DEPTH} levels")
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [

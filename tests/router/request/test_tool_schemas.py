@@ -14,7 +14,7 @@ from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, grammar_from_wire
 from router.request import grammars
 from router.request.answer_formats import ModelFormats
-from router.request.answer_plan import AnswerPlans
+from router.request.answer_plan import CHOICE, AnswerPlans
 from router.request.grammars import ANY_OBJECT, GrammarChecks, RequestedGrammar, json_spec
 from router.request.tool_schemas import MAX_REFUSED, checked_plan
 from router.request.tools import allowed_tools
@@ -81,6 +81,14 @@ async def test_many_schemas_without_a_grammar_are_given_up():
     checks = Checks()
     text = await planned(checks, tool("f", GOOD), *(tool(f"f{i}", BAD) for i in range(30)))
     assert "good" not in text and len(checks.rounds) == MAX_REFUSED + 3
+
+
+async def test_schemas_that_have_passed_are_not_tried_again():
+    """With each refused schema a round begins: it has those that the one before did not reach."""
+    checks = Checks()
+    await planned(checks, *(tool(f"f{i}", BAD if i in (1, 3) else GOOD) for i in range(5)))
+    tried = [[int(field[len("tools[")]) for field in one if field != CHOICE] for one in checks.rounds]
+    assert tried == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 3, 4], [4], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class Messages:
     async def _counted(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
         options = read_request(CountTokensRequest, body, model.validator.limits)
         with renamed(_NAMES, _PARTS):
-            prompt = await self._prompt(options, body, model, None, caller, "")
+            prompt = await self._prompt(options, body, model, None, caller, "", answered=False)
         return orjson.dumps({"input_tokens": len(prompt.tokens)})
 
     async def _prompt(
@@ -103,8 +103,11 @@ class Messages:
         asked: RequestedGrammar | None,
         caller: Caller,
         cache_salt: str,
+        *,
+        answered: bool = True,
     ) -> ChatPrompt:
-        """Render and tokenise the conversation. Raises InvalidRequestError, ContextLengthError."""
+        """Render and tokenise the conversation. `answered`: as of `converse`. Raises InvalidRequestError,
+        ContextLengthError."""
         limits = model.validator.limits
         text = body.text if isinstance(body, KeptBody) else b""
         return await self._gateway.converse(
@@ -114,6 +117,7 @@ class Messages:
             model=model.name,
             tenant=caller.tenant,
             cache_salt=cache_salt,
+            answered=answered,
         )
 
 

@@ -41,11 +41,13 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta(), prompt_token_ids=_PROMPT_IDS),
         "Completion": _answer(
             "text_completion",
-            _completion_choice(one_of(["stop", "length"]), **_prompt()),
+            _completion_choice({"finish_reason": one_of(["stop", "length"]), **_STOPPED}, **_prompt()),
         ),
         "CompletionChunk": _chunk(
             "text_completion",
-            _completion_choice(one_of(["stop", "length", None]), prompt_token_ids=_PROMPT_IDS),
+            _completion_choice(
+                {"finish_reason": one_of(["stop", "length", None])}, prompt_token_ids=_PROMPT_IDS, **_STOPPED
+            ),
         ),
         "Embeddings": _embeddings(),
         **response_schemas(),
@@ -163,6 +165,13 @@ def _chunk(name: str, choice: Schema, **further: Schema) -> Schema:
 
 _TOKEN_IDS = array(COUNT, description="where return_token_ids asks for them")
 _PROMPT_IDS = array(COUNT, description="the prompt, where return_token_ids asks for it; once in a stream")
+# Beside each finish_reason that is not null
+_STOPPED = {
+    "stop_reason": either(
+        *(text(), COUNT, NULL),
+        description="the stop string or the id of stop_token_ids that ended the choice; null: neither did",
+    )
+}
 
 
 _REASONING = {
@@ -188,7 +197,8 @@ def _chat_choice() -> Schema:
         ["role", "content", "refusal"],
     )
     finish = one_of(["stop", "length", "tool_calls"])
-    return _choice({"message": message, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
+    logprobs = optional(ref("ChatLogprobs"))
+    return _choice({"message": message, "logprobs": logprobs, "finish_reason": finish, **_STOPPED})
 
 
 def _chat_delta() -> Schema:
@@ -207,12 +217,13 @@ def _chat_delta() -> Schema:
         [],
     )
     finish = one_of(["stop", "length", "tool_calls", None])
-    return _choice({"delta": delta, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
+    logprobs = optional(ref("ChatLogprobs"))
+    return _choice({"delta": delta, "logprobs": logprobs, "finish_reason": finish}, **_STOPPED)
 
 
-def _completion_choice(finish: Schema, **further: Schema) -> Schema:
+def _completion_choice(finish: dict[str, Schema], **further: Schema) -> Schema:
     logprobs = optional(ref("CompletionLogprobs"))
-    return _choice({"text": text(), "logprobs": logprobs, "finish_reason": finish}, **further)
+    return _choice({"text": text(), "logprobs": logprobs, **finish}, **further)
 
 
 def _choice(properties: dict[str, Schema], **further: Schema) -> Schema:

@@ -35,7 +35,7 @@ _REFUSALS = {
     "token would come too late.",
     431: "The head is too large.",
     500: "An internal error.",
-    503: "No worker of a needed role was available in time.",
+    503: "No worker of a needed role was available in time, or workers were too busy for the request.",
     504: "The deadline passed.",
 }
 _ALWAYS = (400, 405, 408, 429, 431, 500)

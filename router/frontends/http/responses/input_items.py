@@ -56,7 +56,7 @@ class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
     call_id: CallId
     name: str
-    arguments: str
+    arguments: str | None  # null: as an empty object
 
 
 class FunctionCallOutputItem(RequestModel):
@@ -164,7 +164,7 @@ class _Reader:
         if item.call_id in self._calls:
             raise refuse(f"{name}.call_id", "is that of an earlier call")
         self._calls[item.call_id] = item.name
-        call = template_call(item.call_id, item.name, item.arguments, name, self._texts)
+        call = template_call(item.call_id, item.name, item.arguments or "", name, self._texts)
         self._assistant(after=()).setdefault("tool_calls", []).append(call)
 
     def _output(self, item: FunctionCallOutputItem, name: str) -> None:

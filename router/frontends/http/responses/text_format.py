@@ -44,7 +44,7 @@ def _of_type(name: str, properties: dict[str, Any], required: list[str]) -> dict
         "type": "object",
         "properties": {"type": {"enum": [name]}, **properties},
         "required": ["type", *required],
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},
     }
 
 

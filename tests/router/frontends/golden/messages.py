@@ -44,7 +44,8 @@ OPTIONS: dict[str, list[Any]] = {
     "priority": [0, 5, -5, 32768, 32769, -32768, -32769],
     "grammar": [
         Grammar(json_schema='{"type":"null"}'), Grammar(json_schema='{"type":"nil"}'), Grammar(json_schema="{"),
-        Grammar(regex="a+"), Grammar(regex="("), Grammar(choice=Choices(texts=["a", "b"])), Grammar(choice=Choices()),
+        Grammar(regex="a+"), Grammar(regex="("), Grammar(regex=""), Grammar(lark=""), Grammar(json_schema=""),
+        Grammar(choice=Choices(texts=["a", "b"])), Grammar(choice=Choices()),
         Grammar(lark='start: "a"'), Grammar(lark="x"), Grammar(regex="x" * 140_000), Grammar(),
         Grammar(lark='{"grammars": []}'), Grammar(lark='start: %json {"x-guidance": {}}'),
     ],

@@ -135,7 +135,10 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str, str]] = [
     ([[5] * 100_000], {}, "input", "context"),
     (["word " * 100_000], {}, "input", "context"),
     ([[2**31]], {}, "input", "token ids must lie"),
-    (["a"] * 5, {}, "input", "at most 4"),
+    (["a"] * 5, {}, "input", "at most 4 at once (max_prompts)"),
+    (["a", ""], {}, "input[1]", "is empty"),
+    ([[5], [5] * 21], {}, "input[1]", "20 of max_seq_length"),
+    (["a", [5] * 100_000], {}, "input[1]", "context"),
     (["a"], {"dimensions": 5}, "dimensions", "4, 8"),
     (["a"], {"dimensions": 0}, "dimensions", "outside"),
     (["a"], {"truncation_side": "up"}, "truncation_side", "must be one of"),
@@ -155,7 +158,9 @@ async def test_refusals_name_their_fields(gateway: VectorGateway, monkeypatch: p
         await InferenceService(gateway).Embed(MagicMock(), call(pb.EmbedRequest(input=[pb.EmbedInput()])))
     assert caught.value.field == "input"
     monkeypatch.setattr(gateway.first.text, "embedding", Embedding(Pooling.MEAN, 50, normalised=True))
-    with pytest.raises(InvalidRequestError, match="3 inputs x 50 dimensions exceed 100"):
+    with pytest.raises(
+        InvalidRequestError, match=r"3 inputs x 50 dimensions exceed 100 \(max_answer_entries"
+    ):
         await embed(gateway, "a", "b", "c")
     monkeypatch.setattr(gateway.first.text, "embedding", None)
     monkeypatch.setattr(gateway.first.text, "embedding_refusal", "for a reason")

@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from router.admission.admission import FREE_BYTES, ByteBudget
 from router.frontends.grpc.refusal import refusing
 from router.frontends.grpc.service import InferenceService
+from router.request.answer_plan import ChatPrompt
 from wire import inference_pb2 as pb
 
 TOKENS = 54_321  # no other list has this length
@@ -122,3 +123,14 @@ async def test_a_name_that_leads_elsewhere_meanwhile_is_its_first_model_s() -> N
     gateway.encode = encode
     await made.Tokenize(MagicMock(), context)
     assert asked == ["second"] and gateway.model.call_count == 1
+
+
+async def test_no_grammar_is_made_where_nothing_is_generated() -> None:
+    made, chat = service(TOKENS), pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    gateway: Any = made._gateway
+    gateway.model.return_value.validator.limits.settings.max_tools = 1
+    gateway.converse = AsyncMock(return_value=ChatPrompt([5]))
+    await made.Tokenize(MagicMock(), call(pb.TokenizeRequest(chat=chat)))
+    assert gateway.converse.call_args.kwargs["answered"] is False
+    await made._prompt(pb.GenerateRequest(chat=chat), gateway.model(""), MagicMock(), None)
+    assert gateway.converse.call_args.kwargs["answered"] is True

@@ -132,7 +132,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [5] * 21}, "input", "20 of max_seq_length"),
     ({"input": [5] * 100_000}, "input", "context"),
     ({"input": "word " * 100_000}, "input", "context"),
-    ({"input": ["a"] * 5}, "input", "at most 4"),
+    ({"input": ["a"] * 5}, "input", "at most 4 at once (max_prompts)"),
+    ({"input": ["a"] * 5_000}, "input", "at most 4 at once (max_prompts)"),
+    ({"input": ["a", ""]}, "input[1]", "is empty"),
+    ({"input": [[5], [6], []]}, "input[2]", "is empty"),
+    ({"input": [[5], [5] * 21]}, "input[1]", "20 of max_seq_length"),
+    ({"input": [[5], [10**9]]}, "input[1]", "token ids must lie"),
+    ({"input": ["a", [5] * 100_000]}, "input[1]", "context"),
+    ({"input": ["a", "word " * 100_000]}, "input[1]", "context"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     ({"input": "a", "dimensions": 0}, "dimensions", "outside"),
     ({"input": "a", "dimensions": 5}, "dimensions", "4, 8"),
@@ -151,7 +158,7 @@ def test_refusals_name_their_fields(gateway, client, monkeypatch):
     assert client.post("/v1/embeddings", json={"input": "a", "model": "other"}).status_code == 404
     monkeypatch.setattr(gateway.first.text, "embedding", Embedding(Pooling.MEAN, 50, normalised=True))
     answer = client.post("/v1/embeddings", json={"input": ["a", "b", "c"]})
-    assert "3 inputs x 50 dimensions exceed 100" in answer.text
+    assert "3 inputs x 50 dimensions exceed 100 (max_answer_entries)" in answer.text
     answer = client.post("/v1/embeddings", json={"input": "a", "dimensions": 4})
     assert answer.status_code == 400 and "declares no shorter" in answer.text
     assert not gateway.accepted and gateway.admission.in_flight == 0

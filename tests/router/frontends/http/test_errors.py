@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
     DeadlineError,
+    EngineBusyError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
     UnavailableError,
+    from_wire,
 )
 from router.frontends.http.errors import error_response
 
@@ -24,7 +27,26 @@ def test_errors_that_would_only_recur_are_not_retried(error: BatonError) -> None
 
 @pytest.mark.parametrize(
     "error",
-    [UnavailableError("no worker"), DeadlineError("late"), OverloadedError("full"), InvalidRequestError("")],
+    [
+        UnavailableError("no worker"),
+        DeadlineError("late"),
+        OverloadedError("full"),
+        InvalidRequestError(""),
+        EngineBusyError("busy"),
+    ],
 )
 def test_everything_else_is_left_to_the_client(error: BatonError) -> None:
     assert "x-should-retry" not in error_response(error).headers
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_busy_worker_is_no_fault_of_the_client(path: str) -> None:
+    """Also once the error has come from a worker."""
+    busy = EngineBusyError("this worker is too busy", field="grammar", retry_after_seconds=1.5)
+    answer = error_response(from_wire(busy.to_wire()), path)
+    shown = orjson.loads(answer.body)["error"]
+    assert answer.headers["retry-after"] == "2"
+    if path == "/v1/messages":
+        assert (answer.status_code, shown["type"]) == (529, "overloaded_error")
+    else:
+        assert (answer.status_code, shown["type"], shown["code"]) == (503, "server_error", "overloaded")

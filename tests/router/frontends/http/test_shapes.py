@@ -152,3 +152,25 @@ def test_a_stream_has_the_token_ids_of_each_prompt_once(text, kind, choices, usa
         if "prompt_token_ids" in place
     ]
     assert found == [(0, [1, 2]), (2, [3])][: max(1, choices // 2)]
+
+
+@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
+@pytest.mark.parametrize(
+    ("more", "reason"), [({}, None), ({"stop_string": "end"}, "end"), ({"stop_token": 0}, 0)]
+)
+@pytest.mark.parametrize("rest", ["", "last text"])
+def test_a_choice_that_has_ended_shows_what_of_the_request_ended_it(text, kind, more, reason, rest):
+    """As vLLM does: always in a whole answer, and in a stream beside the finish reason."""
+    token = (common_pb2.Token(token_id=5),)
+    deltas = [Delta(0, "a", token), Delta(1, "b", token, "length"), Delta(0, rest, token, "stop", **more)]
+    made = kind(Completion("id", "m", [1], common_pb2.SamplingParams(), n=2), text, 0, "id", False)
+    whole = WholeShape(made, 2)
+    whole.add(deltas)
+    choices = orjson.loads(b"".join(whole.body(OUTCOMES)))["choices"]
+    assert [one["stop_reason"] for one in choices] == [reason, None]
+    events = Events(made, 2, StreamOptions(), 1)
+    sent = (events.of(deltas) + events.end(OUTCOMES)).decode().removeprefix("data: ").split("\n\ndata: ")[:-1]
+    chunks = [orjson.loads(one)["choices"][0] for one in sent]
+    assert all(("stop_reason" in one) == (one["finish_reason"] is not None) for one in chunks)
+    ends = {one["index"]: one["stop_reason"] for one in chunks if one["finish_reason"] is not None}
+    assert ends == {0: reason, 1: None}

@@ -103,3 +103,41 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     assert seen == [1, 1, 1]
     # The last place is given back after its answer was sent.
     wait_for(lambda: scripted.admission.in_flight == 0, 10.0, "the place is free")
+
+
+def test_a_prompt_or_messages_that_are_null_are_missing(client):
+    """vLLM's clients write out both."""
+    for given, other in (({"prompt": "hi"}, "messages"), ({"messages": CHAT}, "prompt")):
+        made = client.post("/tokenize", json={**given, other: None})
+        assert made.json() == client.post("/tokenize", json=given).json(), made.text
+        assert made.status_code == 200
+    for body, field in (({"messages": None}, "messages"), ({"messages": CHAT, "prompt": "hi"}, "prompt")):
+        refused = client.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+def test_no_grammar_is_made_where_nothing_is_generated(scripted, client, monkeypatch):
+    """Of tools whose calls must match: a schema that has no grammar changes no prompt."""
+    checked: list[str] = []
+
+    async def check(tenant: str, *asked: Any) -> None:
+        checked.extend(one.field for one in asked)
+
+    monkeypatch.setattr(scripted.first.grammars, "check", check)
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    body = {
+        "messages": CHAT,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    tools = [{"name": "f", "input_schema": schema, "strict": True}]
+    counted = {"messages": CHAT, "tools": tools, "tool_choice": {"type": "any"}}
+    for path, asked in (("/tokenize", body), ("/v1/messages/count_tokens", counted)):
+        made = client.post(path, json=asked)
+        assert (made.status_code, checked) == (200, []), made.text
+        refused = client.post(path, json={**asked, "tools": []})
+        assert refused.status_code == 400 and "needs tools" in refused.text
+    scripted.script([])
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert checked[-1] == "tool_choice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,25 @@ def test_the_oldest_turns_are_left_out():
     # It always gets shorter
     left = given.without_oldest(lengths, tokens=420, room=419)
     assert left is not None and len(left) == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "dropped"),
+    [
+        ([20, 10, 300, 30, 40, 50], 160, 2),  # 140 of 152 are left; the turns are as long as they are
+        ([20, 300, 10, 30, 40, 50], 160, 1),  # 150
+        ([300, 20, 10, 30, 40, 50], 160, 4),  # what precedes them stays, and the last one
+        ([90, 210, 50, 50], 200, 1),  # 190: exactly 95 % of the room
+        ([91, 209, 50, 50], 200, 2),
+    ],
+)
+def test_the_oldest_turns_are_left_out_by_their_own_lengths(lengths, room, dropped):
+    turns = [[user(f"u{i}"), assistant(f"a{i}")] for i in range(len(lengths) - 1)]
+    system = {"role": "system", "content": "s"}
+    given = Turns(Conversation([system, *itertools.chain(*turns)]))
+    shorter = given.without_oldest(lengths, tokens=sum(lengths), room=room)
+    assert shorter is not None
+    assert shorter.conversation().messages == [system, *itertools.chain(*turns[dropped:])]
 
 
 def test_leaving_out_turns_looks_at_no_message():
