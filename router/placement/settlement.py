@@ -154,7 +154,7 @@ class Settlement:
             self.errors += 1
             log.debug("charges of router %s wait for Redis: %s", self._router_id, error)
             self._dirty.set()
-            if self._charges.untold + len(self._calls.unheard) > MAX_UNTOLD:
+            if self._charges.untold + len(self._calls.unanswered) > MAX_UNTOLD:
                 self._calls.restart(0)
 
     async def _take_run(self) -> None:
