@@ -46,6 +46,16 @@ def test_a_full_window_of_one_choice_fills_the_log():
     assert log.credit(1, FIRST + 10 + WINDOW_TOKENS // 2) and not log.full
 
 
+def test_an_older_limit_that_comes_late_takes_no_credit_back():
+    log = log_of()
+    assert log.credit(0, FIRST + WINDOW_TOKENS) is False, "what it has from the start"
+    for i in range(40):
+        log.add(0, FIRST + i, i)
+    assert log.credit(0, FIRST + 30 + WINDOW_TOKENS)
+    assert not log.credit(0, FIRST + 20 + WINDOW_TOKENS) and not log.credit(0, 0)
+    assert log.choices[0].limit == FIRST + 30 + WINDOW_TOKENS
+
+
 def test_acknowledged_tokens_and_their_log_probabilities_are_dropped():
     log = log_of()
     for i in range(20):

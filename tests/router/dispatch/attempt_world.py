@@ -11,6 +11,7 @@ from typing import Any
 from cluster.protocol.block_hash import pack_tokens
 from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Source
+from router.dispatch.prompt_stream import PromptStream
 from router.link.token import Token
 from tests.router.dispatch.scripted_workers import FIRST, TRANSFER, ScriptedPair
 from wire import common_pb2
@@ -42,7 +43,9 @@ class World(ScriptedPair):
     made: list[Attempt] = field(default_factory=list)
     when_drained: list[Callable[[], None]] = field(default_factory=list)
 
-    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
+    def attempt(
+        self, *, local: bool = False, new: int = 100, held: int = 0, prompt: PromptStream | None = None
+    ) -> Recorded:
         """`held`: output that the request has so far."""
         choice: Any = SimpleNamespace(index=0, next_position=FIRST, finish=None)
         made = Recorded(
@@ -61,6 +64,7 @@ class World(ScriptedPair):
             admission_seconds=2.5,
             take=lambda token, attempt: attempt.note(token),  # type: ignore[attr-defined]
             when_drained=self.when_drained.append,
+            prompt=prompt,
             transfer_id=TRANSFER,
         )
         self.made.append(made)

@@ -81,6 +81,15 @@ def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(tmp_path: Pat
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_log_that_is_a_link_is_not_written_to(truncate: bool, tmp_path: Path, victim: Path) -> None:
+    path = tmp_path / "worker.log"
+    path.symlink_to(victim)
+    with pytest.raises(OSError) as caught:
+        safe_files.append(path, truncate=truncate)
+    assert caught.value.errno == errno.ELOOP and victim.read_text() == "untouched"
+
+
 @pytest.mark.parametrize("name", [".lock", ".config.json.part", "config.json"])
 def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
     name: str, hub: SmallHub, tmp_path: Path, victim: Path
