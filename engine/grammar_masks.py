@@ -31,13 +31,12 @@ from cluster.errors import (
 )
 from cluster.round_robin import RoundRobin
 from engine.compiled_grammar import CompiledGrammar, Words
-from engine.sampling.grammar.base import word_count
+from engine.sampling.grammar.base import RETRY_SECONDS, word_count
 from engine.sampling.grammar.store import Grammars
 from engine.scheduler.sequence import Sequence, SequenceState
 
 MASK_SECONDS = 1.0  # of processor time for one mask
 WALL_SECONDS = 10.0  # of a thread that waits, or does not get the processor
-RETRY_SECONDS = 2.0  # after such a wait
 SLOW_SECONDS = 0.02  # of processor time: a grammar with such a mask waits with others of its kind
 # So many times what the mask took: of what the quick ones wait for, slow masks are a small part.
 SLOW_TIMES = 50

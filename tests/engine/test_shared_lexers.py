@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.errors import EngineRequestError, GrammarDeadEndError
+from cluster.errors import EngineBusyError, EngineRequestError, GrammarDeadEndError
 from cluster.grammar import library
 from cluster.grammar.spec import GrammarSpec
 from engine.compiled_grammar import Words
@@ -223,6 +223,32 @@ def test_a_call_that_does_not_end_holds_up_no_other_answer(backend, encoded, mon
         follow(matcher, encoded("2"), words)
         follow(grammar.matcher(), encoded("x1"), words)
     assert matcher._start is not start
+
+
+def test_a_call_that_waited_for_another_answer_is_no_fault_of_the_grammar(backend, encoded, monkeypatch):
+    """On a busy machine the thread of the other call may not get the processor for seconds. That call has ended when it is
+    asked why this one failed: the answer ended with "it cannot be followed: NotStopped"."""
+    monkeypatch.setattr(llguidance_backend, "CALL_SECONDS", 0.05)
+    grammar, words = backend.compile(HEAVY), all_allowed(VOCAB)
+    matcher: Any = grammar.matcher()
+    follow(matcher, encoded("x1"), words)
+    for step in (lambda: matcher.accept(encoded("2")), lambda: matcher.fill(words)):
+        start = matcher._start
+        monkeypatch.setattr(start, "failure", lambda: "")
+        with start._calls:
+            step()
+        assert matcher._start is not start
+    follow(matcher, encoded("3456789"), words)
+    with pytest.raises(EngineRequestError, match="does not match"):
+        matcher.accept(encoded("z"))
+
+
+def test_where_no_call_begins_in_time_the_request_may_be_sent_again(backend, encoded, monkeypatch):
+    matcher: Any = backend.compile(HEAVY).matcher()
+    monkeypatch.setattr(llguidance_backend._Start, "call", lambda self, function, otherwise: otherwise)
+    with pytest.raises(EngineBusyError) as caught:
+        matcher.accept(encoded("x"))
+    assert caught.value.retryable and caught.value.field == "grammar" and caught.value.retry_after_seconds > 0
 
 
 def test_a_mismatch_stays_one(backend, encoded):

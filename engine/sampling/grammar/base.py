@@ -9,6 +9,8 @@ import numpy as np
 from cluster.grammar.spec import GrammarSpec
 from engine.compiled_grammar import CompiledGrammar, Words
 
+RETRY_SECONDS = 2.0  # after a wait for a processor that was too long
+
 
 class GrammarBackend(Protocol):
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cluster.errors import EngineRequestError, GrammarDeadEndError, ModelError
+from cluster.errors import EngineBusyError, EngineRequestError, GrammarDeadEndError, ModelError
 from cluster.grammar.library import (
     costs_of,
     is_full,
@@ -24,6 +24,7 @@ from cluster.grammar.library import (
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.model_limits import text_of
 from engine.compiled_grammar import Words
+from engine.sampling.grammar.base import RETRY_SECONDS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -51,6 +52,7 @@ FIRST_LOOK_TOKENS = 16  # at the memory of an answer: 256 tokens may take more t
 # To see what an answer takes without what masks have looked at: 10,000 tokens of JSON take a fifth of it.
 FOLLOW_SECONDS, FOLLOW_TOKENS = 0.5, 4
 CALL_SECONDS = 2.0  # that a call waits for one of another thread; none takes as long
+_HELD = "the library does not end a call for another answer"
 T = TypeVar("T")
 _SCHEMA = re.compile(r"[:\[,]\s?\{")
 _MULTIPLE = re.compile(r'"multipleOf"\s?:\s?([0-9.]+)')
@@ -101,8 +103,7 @@ class _Start:
 
     def failure(self) -> str:
         """Why all copies fail; empty if they do not."""
-        held = "the library does not end a call for another answer"
-        return self.call(lambda: lexer_failure(self._matcher, self._probe), held)
+        return self.call(lambda: lexer_failure(self._matcher, self._probe), _HELD)
 
 
 class LlguidanceMatcher:
@@ -161,17 +162,21 @@ class LlguidanceMatcher:
     def _renew(self, words: Words | None = None) -> None:
         """Go on in states that have not failed, and fill `words`. Raises EngineRequestError if the present ones have not
         failed, or if this answer alone makes them fail, even where each token is followed with all the work that it may
-        take."""
+        take; EngineBusyError where calls for other answers hold it up in new states too."""
         tokens, is_new = PIECE_TOKENS, False
-        while reason := self._start.failure():
+        while reason := self._start.failure() or self._held():
             if is_new and (tokens == 1 or is_full(reason)):
                 self._grammar.drop(self._start)
-                raise _not_followed(reason)
+                raise _busy() if reason == _HELD else _not_followed(reason)
             tokens = 1 if is_new else tokens
             self._start, is_new = self._grammar.start(instead_of=self._start)
             if self._followed(tokens, masked=True) and (words is None or self._filled(words)):
                 return
         raise self._error()
+
+    def _held(self) -> str:
+        """Why a call was not made, if the matcher itself has not failed: another answer's has ended only by now."""
+        return "" if self._matcher.is_error() else _HELD
 
     def _error(self) -> EngineRequestError:
         reason = reason_of(self._matcher)
@@ -214,6 +219,13 @@ def _too_large() -> GrammarDeadEndError:
     most = f"{MAX_ANSWER_BYTES >> 20} MiB"
     text = f"grammar: to follow the answer takes more than {most}: give fewer rules for the same text"
     return GrammarDeadEndError(text, field="grammar", limit=most)
+
+
+def _busy() -> EngineBusyError:
+    text = "grammar: calls for other answers did not end in time: this worker is too busy"
+    return EngineBusyError(
+        text, field="grammar", limit=f"{CALL_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS
+    )
 
 
 def _not_followed(reason: str) -> GrammarDeadEndError:
