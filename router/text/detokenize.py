@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -11,6 +12,9 @@ MAX_IN_HAND = 64  # tokens; if so many do not complete a character, their bytes 
 _BEFORE = 6  # tokens before the answer: those of a split character, four at most, and whole ones before them
 _MAX_BEHIND = 64  # tokens that are kept although they are read: they are dropped together, not at each token
 _SPLIT_BYTES = 3  # of an incomplete character; a token has at least one byte
+_WITHIN = re.compile(
+    r"<0x[89AB][0-9A-F]>"
+)  # a byte within a character, not its first one, of a byte fallback
 
 
 class Detokenizer:
@@ -33,7 +37,7 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._special = special
-        self._ids: list[int] = list((before or [])[-_BEFORE:])
+        self._ids: list[int] = _last_characters(tokenizer, before or [])
         self._prefix = 0
         self._read = len(self._ids)
         self._shown: str | None = None  # the text from `_prefix` to `_read`, once it is decoded
@@ -88,3 +92,13 @@ class Detokenizer:
 
     def _decode(self, begin: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True))
+
+
+def _last_characters(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    """The last tokens before an answer, from the beginning of a character on: for decoders with byte fallback a run of
+    bytes is text only if all of it is valid, so half a character would turn the answer's first ones into U+FFFD."""
+    begin = max(0, len(before) - _BEFORE)
+    last = begin + _SPLIT_BYTES if begin else 0
+    while begin < last and _WITHIN.fullmatch(tokenizer.id_to_token(before[begin]) or ""):
+        begin += 1
+    return list(before[begin:])

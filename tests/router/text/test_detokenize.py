@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from router.text.byte_table import make_byte_table
 from router.text.detokenize import Detokenizer
 from router.text.stop import StopMatcher, StopStrings
 from router.text.tokenizer import ModelText
+from tests.router.text import tokenizer_kinds
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,29 @@ def through(tokenizer: Tokenizer, ids: list[int]) -> str:
 def test_text_comes_out_as_it_went_in(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert through(tokenizer, ids) == text
+
+
+@pytest.mark.parametrize("kind", ["llama2, small", "metaspace, small"])
+def test_an_answer_goes_on_in_characters_of_bytes(kind):
+    """The last tokens of the prompt began within a character, so the answer's first ones became U+FFFD."""
+    made = tokenizer_kinds.kind(kind)
+    for prompt in (
+        "\U0001f642\U0001f642",
+        "\u65e5\u672c\u8a9e",
+        "b\U0001f642\u00e9\U0001f642",
+        "caf\u00e9\U0001f642",
+    ):
+        before = made.encode(prompt, add_special_tokens=False).ids
+        ids = made.encode(prompt + "\U0001f642\u672c!", add_special_tokens=False).ids
+        assert ids[: len(before)] == before
+        for detokenizer in detokenizers(made, before):
+            text = "".join(map(detokenizer.add, ids[len(before) :])) + detokenizer.flush()
+            assert text == "\U0001f642\u672c!", prompt
+
+
+def detokenizers(made: Tokenizer, before: list[int]) -> list[Detokenizer]:
+    table = make_byte_table(made)
+    return [Detokenizer(made, before), *([table.detokenizer(before)] if table is not None else [])]
 
 
 def test_half_a_character_is_held_back(tokenizer):

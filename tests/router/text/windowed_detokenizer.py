@@ -14,6 +14,9 @@ class WindowedDetokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._ids = list(before[-6:])
+        for _ in range(3 if len(before) > 6 else 0):  # it begins with a character
+            if "<0x80>" <= (tokenizer.id_to_token(self._ids[0]) or "") <= "<0xBF>":
+                del self._ids[0]
         self._prefix = 0
         self._read = len(self._ids)
 
