@@ -295,3 +295,17 @@ def test_a_step_waits_for_masks_by_the_time_of_the_last_one(model, monkeypatch, 
     monkeypatch.setattr(masks, "_wait", lambda _: None)
     masks.begin_step(last)
     assert masks.late([sequence]) == {sequence} and waits == pytest.approx([waited])
+
+
+@pytest.mark.parametrize(("took", "slow_for"), [(0.02, 0.0), (0.021, 1.05), (0.4, 20.0)])
+def test_a_grammar_is_slow_for_fifty_times_what_a_mask_above_20_ms_took(model, monkeypatch, took, slow_for):
+    engine, now = grammar_engine(model), [100.0]
+    masks: Any = engine._masks
+    compiled = engine.grammars.get(FOUR_DIGITS, "")
+    engine.add(replace(grammar_request("r", FOUR_DIGITS), compiled=compiled))
+    (sequence,) = engine._scheduler.requests["r"]
+    monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    masks.took(compiled, took)
+    for later, is_slow in ((slow_for - 0.01, slow_for > 0), (slow_for + 0.01, False)):
+        now[0] = 100.0 + later
+        assert (masks._filler_of(sequence) is masks._slow) is is_slow, later

@@ -15,7 +15,7 @@ from router.text.parsers.base import Reasoning
 from router.text.parsers.grammars import reasoning_grammar, tool_grammar
 from router.text.parsers.registry import format_of, reasoning_texts
 from tests.router.text.parsers.grammar_texts import Matched
-from tests.router.text.parsers.parsed_answers import read_parts
+from tests.router.text.parsers.parsed_answers import read, read_parts
 
 SCHEMA = {
     "type": "object",
@@ -153,3 +153,9 @@ def test_an_answer_goes_on_in_a_message_of_gpt_oss(matched):
 def test_a_final_message_of_an_answer_by_a_grammar_ends_with_it():
     text = json.dumps({"x": f"<|end|><|start|>assistant{CALLING}"})
     assert parsed("gpt_oss", FINAL + text, "gpt_oss") == ([], text)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("f", [("f", "")]), ("g", [])])
+def test_a_cut_answer_beside_a_grammar_calls_the_requests_functions_only(name, calls):
+    parser = format_of("mistral", "", opened=False, special={}, names=["f"]).parser()
+    assert read(parser, [f"[TOOL_CALLS]{name}[ARGS]"], cut=True) == ("", "", calls)
