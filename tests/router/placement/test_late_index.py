@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from cluster.config.router import RouterConfig
+from cluster.membership.types import WorkerInfo
 from router.placement.place_script import RETRY_SECONDS
 from router.placement.prefix_index import LATE_FOR_SECONDS, LATE_SECONDS, PrefixIndex
-from router.placement.types import PlacementRequest
+from router.placement.types import Placed, PlacementRequest
 
 CANDIDATES: Any = SimpleNamespace(model_id="m", slots=b"")
 REQUEST = PlacementRequest(b"t", b"12345678", 16, 1)
@@ -107,3 +108,21 @@ async def test_answers_of_both_forms_are_taken(index, slots, answer):
     index.index._match = said
     candidates: Any = SimpleNamespace(model_id="m", slots=b"\0\0\0\7" * slots)
     assert await index.index.match(REQUEST, candidates, 0.5) == answer
+
+
+async def test_nothing_is_recorded_while_it_is_down(index):
+    sent: list[Any] = []
+
+    def send(*arguments: Any) -> bool:
+        sent.append(arguments)
+        return True
+
+    index.index._record.send = send
+    info = WorkerInfo("d", 1, 4, "decode", "m", "h:1", "", b"", "", "h", 4096, 1000)
+    placed = Placed(None, info, 0, 0, True)
+    index.index.record(REQUEST, placed)
+    assert len(sent) == 1
+    await index.match(0.0, fails=True)
+    assert not index.index.up
+    index.index.record(REQUEST, placed)
+    assert len(sent) == 1, "it would fill a connection that is not read"

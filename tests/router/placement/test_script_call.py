@@ -113,3 +113,17 @@ async def test_a_connection_without_replies_is_closed_and_opened_again(reply, ca
     assert "what it answers is no reply" in record.message and record.exc_info is None
     await line.close()
     fake.close()
+
+
+async def test_a_connection_with_a_late_answer_gets_no_further_call():
+    """It may hang for ever, and each call would wait for its deadline."""
+    answers: list[bytes | None] = [None, b":7\r\n"]
+    fake = FakeRedis(lambda command: answers.pop(0) if command[0] == "EVALSHA" else b"+OK\r\n")
+    line = ScriptLine(f"redis://{fake.address}?protocol=2")
+    script = ScriptCall(line, "return 1")
+    with pytest.raises(TimeoutError):
+        await script([], [], 0.05)
+    assert line.now is None
+    assert await script([], [], SECONDS) == 7 and fake.connections == 2
+    await line.close()
+    fake.close()

@@ -155,3 +155,11 @@ def test_a_placement_of_an_earlier_run_is_void_and_one_of_a_later_run_is_not(clu
             "Redis was rolled back: the numbers of the run before mean nothing"
         )
     assert sum(cluster.load().values()) == 2 * 210, "the charges of the earlier run are gone"
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_a_load_below_zero_counts_as_none(cluster, role):
+    """As where a part of Redis was lost: the worker would get every request, whatever it has."""
+    cluster.client.hset(cluster.tag + "load", cluster.of(f"{role}1"), -(10**9))
+    found = {cluster.place(random=chance / 10, per_token=1e-3)[role == "d"] for chance in range(1, 10)}
+    assert found == {f"{role}1", f"{role}2"}

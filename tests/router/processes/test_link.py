@@ -10,10 +10,13 @@ from typing import Any, cast
 import pytest
 
 from cluster.config.router import RouterConfig
+from cluster.errors import UnavailableError
 from cluster.telemetry.exposition import OPEN_METRICS
+from router.processes import parent_link
 from router.processes.child_process import ChildProcess
 from router.processes.frames import encode, receive
 from router.processes.parent_link import ParentLink
+from tests.harness.waiting import turns
 
 
 @pytest.fixture
@@ -85,3 +88,53 @@ async def test_the_parent_reads_on_behind_a_message_that_it_cannot_read() -> Non
     await child._read(reader)
     assert await scrape is None
     assert child.drained.is_set()
+
+
+async def test_an_answer_to_an_earlier_scrape_is_not_taken_for_a_later_one() -> None:
+    child = ChildProcess(0, cast(RouterConfig, None), cast(Any, None))
+    child.started.set_result({})
+    reader = asyncio.StreamReader()
+    reading = asyncio.create_task(child._read(reader))
+    first = asyncio.create_task(child.scrape(60))
+    await turns()
+    reader.feed_data(encode({"ask": "metrics"}))  # without the format
+    assert await asyncio.wait_for(first, 10) is None, "it may have been the answer"
+    second = asyncio.create_task(child.scrape(60))
+    await turns()
+    own = [["g", "help", "gauge", [["g", {}, 2.0, None]]]]
+    reader.feed_data(encode({"scraped": 1, "metrics": []}))
+    reader.feed_data(encode({"scraped": 2, "metrics": own}))
+    found = await asyncio.wait_for(second, 10)
+    assert found is not None and list(found) == ["g"]
+    reader.feed_eof()
+    await reading
+
+
+async def test_a_process_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it goes on, it would answer all of them."""
+    child, told = ChildProcess(0, cast(RouterConfig, None), cast(Any, None)), list[Any]()
+    child.started.set_result({})
+    monkeypatch.setattr(child, "tell", told.append)
+    for _ in range(3):
+        assert await child.scrape(0.01) is None
+    assert told == [{"do": "scrape", "number": 1}]
+    child._received({"scraped": 1, "metrics": []})
+    assert await child.scrape(0.01) is None
+    assert told[1:] == [{"do": "scrape", "number": 2}]
+
+
+async def test_a_parent_that_did_not_answer_is_asked_again(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents, childs = ends
+    link = ParentLink(childs)
+    link.start(list)
+    with monkeypatch.context() as patch:
+        patch.setattr(parent_link, "ANSWER_SECONDS", 0.05)
+        with pytest.raises(UnavailableError, match="parent process"):
+            await link.metrics("")
+    asked = asyncio.create_task(link.metrics(""))
+    for _ in range(2):
+        assert await asyncio.to_thread(receive, parents) == {"ask": "metrics", "accept": ""}
+    parents.sendall(encode({"do": "metrics", "accept": "", "body": "b", "type": "t"}))
+    assert await asyncio.wait_for(asked, 10) == (b"b", "t")

@@ -128,6 +128,15 @@ async def test_a_sum_does_not_fall_by_rounding(merged: MergedMetrics) -> None:
     assert (await shown(merged))[key] == pytest.approx(1.6)
 
 
+def test_what_has_fallen_by_more_than_rounding_is_shown() -> None:
+    def one(value: float) -> Snapshot:
+        return snapshots.decode([["c", "", "counter", [["c_total", {}, value, None]]]])
+
+    for value, before, shown_value in ((5.0, 10.0, 5.0), (0.6, 0.6000000000000001, 0.6000000000000001)):
+        (sample,) = snapshots.without_rounding(one(value), one(before))["c"].samples.values()
+        assert sample.value == shown_value
+
+
 async def test_a_process_that_does_not_answer_counts_as_it_did_last(
     merged: MergedMetrics, pair: tuple[Process, Process]
 ) -> None:

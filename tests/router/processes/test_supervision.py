@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from cluster.config.router import RouterConfig
-from router.processes.parent import RouterProcesses, ending
+from cluster.protocol.times import LOOP_STALL_SECONDS, SUSPECT_SECONDS
+from router.processes import parent
+from router.processes.memory import Figure, SharedMemory
+from router.processes.merged_metrics import MergedMetrics
+from router.processes.metrics_port import MetricsPort
+from router.processes.parent import LATE_SECONDS, RouterProcesses, Watch, ending
 
 
 def test_every_end_has_a_text() -> None:
@@ -31,3 +38,69 @@ async def test_a_process_that_is_not_supervised_ends_the_router(monkeypatch: pyt
         assert "a mistake" in await asyncio.wait_for(asyncio.shield(running.failed), 10)
     finally:
         await running.close()
+
+
+class Child:
+    """A process that serves, as far as its parent watches it."""
+
+    def __init__(self, index: int):
+        self.index, self.serves, self.drained = index, True, asyncio.Event()
+        self.signals: list[signal.Signals] = []
+        self.told: list[Any] = []
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def tell(self, message: Any) -> None:
+        self.told.append(message["do"])
+
+
+def silent_for(memory: SharedMemory, index: int, seconds: float) -> None:
+    memory.slot(index).set(Figure.BEAT, time.monotonic_ns() - int(seconds * 1e9))
+
+
+async def test_a_process_that_stands_still_is_killed_unless_the_parent_stood_still_too() -> None:
+    memory, children = SharedMemory.create(2, 4), {index: Child(index) for index in range(2)}
+    watch = Watch(memory, cast(Any, children))
+    silent_for(memory, 0, LOOP_STALL_SECONDS + 1)
+    silent_for(memory, 1, LOOP_STALL_SECONDS - 5)
+    watch._due = time.monotonic() - LATE_SECONDS - 1  # it was stopped, and perhaps the others with it
+    for _ in range(2):
+        await watch._look()
+        assert not children[0].signals, "they have time to go on"
+    watch._lenient_until = 0.0
+    await watch._look()
+    assert children[0].signals == [signal.SIGKILL] and not children[1].signals
+    children[0].signals.clear()
+    children[0].serves = False
+    await watch._look()
+    assert not children[0].signals, "one that starts has time to load"
+
+
+async def test_of_processes_that_do_not_drain_those_that_answer_may_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = RouterProcesses(RouterConfig(model=Path("m"), processes=3, http_port=0, grpc_port=0))
+    silent, _, ready = children = [Child(index) for index in range(3)]
+    running._children.update(cast(Any, {one.index: one for one in children}))
+    ready.drained.set()
+    silent_for(running._memory, 0, SUSPECT_SECONDS + 1)
+    silent_for(running._memory, 1, 0)
+    silent_for(running._memory, 2, SUSPECT_SECONDS + 1)
+    monkeypatch.setattr(parent, "drain_limit_seconds", lambda config: 0.01)
+    monkeypatch.setattr(running, "_tasks", [])
+    await running.close()
+    assert [one.told for one in children] == [["drain", "stop"]] * 3
+    assert "process 0 does not answer; it is killed" in caplog.text and silent.signals
+    assert caplog.text.count("does not answer") == 1
+
+
+async def test_the_parent_is_not_live_once_its_loop_stands_still() -> None:
+    config = RouterConfig(model=Path("m"), processes=2, metrics_port=0)
+    port = MetricsPort(config, MergedMetrics(CollectorRegistry()), list, {})
+    try:
+        assert port._why_not_live() == []
+        port._turned -= LOOP_STALL_SECONDS + 5
+        assert port._why_not_live() == [f"the event loop has stood still for {LOOP_STALL_SECONDS + 5:.0f} s"]
+    finally:
+        await asyncio.to_thread(port.close)

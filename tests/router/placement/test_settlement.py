@@ -1,0 +1,93 @@
+"""What a router tells Redis of its charges where calls are lost, its run ends, or nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import redis
+
+from cluster.config.router import RouterConfig
+from router.placement import settlement
+from router.placement.charges import Charges
+from router.placement.keys import PlacementKeys
+from router.placement.settlement import Settlement
+from router.placement.types import PlacementRequest
+from tests.harness.waiting import until
+from tests.router.placement.fleets import request
+from tests.router.placement.scripts import INFO
+
+
+@pytest.fixture
+async def settling(redis_url: str, namespace: str) -> AsyncIterator[Settlement]:
+    config = RouterConfig(model=Path("/m"), redis_url=redis_url, namespace=namespace)
+    made = Settlement(config, PlacementKeys(namespace, config.router_id), Charges())
+    await made.settle()
+    yield made
+    await made._script.close()
+
+
+def placed(settling: Settlement, name: bytes) -> None:
+    """By the router itself."""
+    settling._charges.add(PlacementRequest(name, b"", 100, 10), INFO, INFO, 100, in_redis=False)
+
+
+def table(settling: Settlement, client: redis.Redis) -> set[bytes]:
+    kept: Any = client.hkeys(settling._keys.charges(settling.run))
+    return set(kept)
+
+
+async def test_a_request_whose_call_was_lost_is_charged_where_the_router_placed_it(settling, redis_url):
+    """Redis may have charged it too, or may yet: that charge is replaced, or void."""
+    settling.end_placement(settling.begin_placement(b"one"), heard=False)
+    placed(settling, b"one")
+    settling.end_placement(settling.begin_placement(b"given up"), heard=False)
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(settling._keys.charges(settling.run), b"given up", b"x")
+        await settling.settle()
+        assert table(settling, client) == {b"one"}
+
+
+def test_a_charge_that_is_made_again_is_released_no_more():
+    charges = Charges()
+    charges.disown(b"one")
+    charges.add(PlacementRequest(b"one", b"", 100, 10), INFO, INFO, 100, in_redis=False)
+    changes = charges.changes()
+    assert set(changes.added) == {b"one"} and not changes.released
+
+
+async def test_a_charge_of_a_run_that_has_ended_meanwhile_is_added_to_the_next(make):
+    """The walk would find it only later."""
+    placement = await make(2)
+    script, one = placement.script._script, request()
+
+    async def slow(*arguments: Any) -> Any:
+        answer = await script(*arguments)
+        placement.settlement._calls.restart(0)
+        await placement.settlement.settle()
+        return answer
+
+    with mock.patch.object(placement.script, "_script", slow):
+        assert (await placement.place(one)).from_redis
+    assert set(placement.charges.changes().added) == {one.transfer_id}
+
+
+@pytest.mark.parametrize("charged", [False, True])
+async def test_a_router_without_changes_keeps_its_lease(settling, redis_url, namespace, monkeypatch, charged):
+    """Others would drop its table."""
+    monkeypatch.setattr(settlement, "ROUTER_LEASE_SECONDS", 1.0)
+    await settling.start()
+    if charged:
+        placed(settling, b"one")
+    member = f"{settling._router_id}:{settling.run}"
+    with redis.Redis.from_url(redis_url) as client:
+        for _ in range(3):
+            ends = client.zscore(f"{{{namespace}}}:routers", member)
+            await until(
+                lambda before=ends: client.zscore(f"{{{namespace}}}:routers", member) > before,
+                "it is renewed",
+            )
+    await settling.close()
