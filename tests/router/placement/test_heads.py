@@ -21,8 +21,8 @@ from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest, Reason
 from tests.harness.place_call import PlaceCall
 from tests.router.placement.fleets import request
+from tests.router.placement.head_fleet import COUNT, ROLES, Fleet, worker
 from tests.router.placement.regret import FILL
-from tests.router.placement.test_behind_heads import COUNT, ROLES, Fleet, worker
 
 PAIRS = 100
 CHAIN = random.Random(3).randbytes(8 * 100)

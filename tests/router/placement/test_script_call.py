@@ -123,7 +123,7 @@ async def test_a_connection_with_a_late_answer_gets_no_further_call():
     script = ScriptCall(line, "return 1")
     with pytest.raises(TimeoutError):
         await script([], [], 0.05)
-    assert line.now is None
+    assert line.current is None
     assert await script([], [], SECONDS) == 7 and fake.connections == 2
     await line.close()
     fake.close()
