@@ -314,9 +314,8 @@ class Members:
         slots = int(everything[1]) if everything else self._slots
         read = await _decode_in_slices(everything) if everything else None
         jumped = self._clock_jumped(int(everything[0] if everything else overdue[0]), now)
-        if (
-            not self.redis_ok or slots < self._slots or jumped
-        ):  # emptied or rolled back, perhaps between two reads
+        # Emptied or rolled back, perhaps between two reads
+        if not self.redis_ok or slots < self._slots or jumped:
             self._back_since = now
         self.redis_ok, self._slots, self._generation, self.refreshed = True, slots, generation, now
         named = self._with_leases(*overdue) if read is None else read
