@@ -25,9 +25,7 @@ MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is le
 # Changes and lost calls that are kept for a Redis that does not answer. Beyond them the router takes a new run when it
 # does, to which it adds the charges that are left.
 MAX_UNTOLD = 16_384
-WARN_SECONDS = (
-    60.0  # between two warnings of another router with the same id: each settling takes the id over
-)
+WARN_SECONDS = 60.0  # between two warnings of another router with the same id, which each settling takes over
 _LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 
 
