@@ -327,11 +327,11 @@ async def test_what_ends_while_redis_is_away_for_long_is_not_kept(walked, redis_
     await walked.settle()
     with mock.patch.object(walked, "_script", away):
         for number in range(1, 1000):
-            walked.end_placement(walked.begin_placement(b"lost %d" % number), heard=False)
+            walked.end_placement(walked.begin_placement(b"lost %d" % number), answered=False)
             charges.release(placed(number).transfer_id)
             if number % 10 == 0:
                 await walked.settle()
-                assert charges.untold <= 110 and len(walked._calls.unheard) <= 110
+                assert charges.untold <= 110 and len(walked._calls.unanswered) <= 110
     while charges.pending:
         await walked.settle()
     with redis.Redis.from_url(redis_url) as client:

@@ -42,9 +42,9 @@ def table(settling: Settlement, client: redis.Redis) -> set[bytes]:
 
 async def test_a_request_whose_call_was_lost_is_charged_where_the_router_placed_it(settling, redis_url):
     """Redis may have charged it too, or may yet: that charge is replaced, or void."""
-    settling.end_placement(settling.begin_placement(b"one"), heard=False)
+    settling.end_placement(settling.begin_placement(b"one"), answered=False)
     placed(settling, b"one")
-    settling.end_placement(settling.begin_placement(b"given up"), heard=False)
+    settling.end_placement(settling.begin_placement(b"given up"), answered=False)
     with redis.Redis.from_url(redis_url) as client:
         client.hset(settling._keys.charges(settling.run), b"given up", b"x")
         await settling.settle()
