@@ -25,6 +25,12 @@ def why_refused(version: str, headers: Sequence[tuple[bytes, bytes]]) -> Invalid
     """
     if version not in _VERSIONS:
         return InvalidRequestError(f"HTTP version {version} is not served; use HTTP/1.1")
+    # The parser takes `gzip, chunked` too, and decodes the chunks only
+    coding = next((value for name, value in headers if name == b"transfer-encoding"), b"chunked")
+    if coding.lower() != b"chunked":
+        shown = coding[:MAX_SHOWN].decode("latin-1")
+        text = f"transfer-encoding: {shown!r} is not supported; use chunked, or a content-length"
+        return InvalidRequestError(text, field="transfer-encoding", limit="chunked")
     hosts = [value for name, value in headers if name == b"host"]
     if not hosts and version == "1.0":
         return None

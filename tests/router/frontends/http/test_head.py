@@ -101,6 +101,17 @@ async def test_an_invalid_host_is_refused_before_the_body_is_read():
     assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"x, Chunked"])
+async def test_another_coding_than_chunks_is_refused(coding: bytes):
+    """Its body was read as if it were none."""
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: %b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    async with serving("direct") as address:
+        answer = await exchange(address, head % coding)
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"transfer-encoding" in answer
+        for served in (b"chunked", b"Chunked"):
+            assert (await exchange(address, head % served)).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("cycle", CYCLES)
 async def test_white_space_around_a_value_is_no_part_of_it(cycle: str):
     """What compares values, as the check of origins does, would take `null ` for another one than `null`."""
