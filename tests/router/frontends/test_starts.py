@@ -183,6 +183,20 @@ async def test_a_call_that_is_cancelled_while_its_prompt_is_encoded_has_used_a_r
     assert counted == ([] if resumed else [("acme", "tiny")])
 
 
+@pytest.mark.parametrize(
+    ("more", "status"), [({"priority": "high"}, 403), ({"max_tokens": 10**6}, 400), ({"max_tokens": 1}, 200)]
+)
+async def test_what_is_refused_once_its_prompt_is_encoded_has_used_a_request(
+    more: dict[str, Any], status: int, gateway: StubGateway
+) -> None:
+    with counting(gateway) as (counted, _, over):
+        over.set()
+        async with served(gateway) as url, httpx.AsyncClient() as client:
+            answer = await client.post(f"{url}/v1/completions", json={"prompt": "a", **more})
+    assert answer.status_code == status
+    assert counted == ([] if status == 200 else [("acme", "tiny")])
+
+
 async def test_what_is_refused_for_its_number_takes_a_step_of_low_priority(
     gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
