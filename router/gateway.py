@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
+from cluster.errors import CancelledError, DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
 from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
@@ -250,10 +250,10 @@ class RequestGateway:
     def preparing(
         self, caller: Caller, model: str = "", *, resumed: bool = False, costly: bool = True
     ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
-        as a request of the tenant's quota. A tenant whose requests are used up, in all or for `model`, does not enter, but
-        with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Where
-        nothing `costly` comes before that, made-up tickets need no bound. Raises OverloadedError."""
+        """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused, or whose client
+        leaves, meanwhile counts as a request of the tenant's quota. A tenant whose requests are used up, in all or for
+        `model`, does not enter, but with a request that is `resumed` and whose ticket `check_ticket` then finds valid
+        (Quota.check_resumed). Where nothing is `costly`, made-up tickets need no bound. Raises OverloadedError."""
         if not caller.tenant:
             return contextlib.nullcontext()
         return self._preparing(caller, model, resumed=resumed, costly=costly)
@@ -272,7 +272,7 @@ class RequestGateway:
                     quota.check(caller.tenant, limits, of_model)
             try:
                 yield
-            except (InvalidRequestError, ForbiddenError):
+            except (InvalidRequestError, ForbiddenError, CancelledError):
                 async with self.counted(caller, model):
                     pass
                 raise

@@ -124,6 +124,11 @@ class GenerationOptions(RequestModel):
         return self.max_tokens
 
     @property
+    def fewest_tokens(self) -> int:
+        """The least `token_limit` that may be asked for; 0: then the prompt alone is computed."""
+        return 0 if self.echoes else 1
+
+    @property
     def alternatives_field(self) -> str:
         """Names `alternatives` in errors."""
         return "logprobs"

@@ -105,7 +105,7 @@ class Validator:
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None or prompt_only else grammar.spec.to_wire(),
-            answer_format=plan.format,
+            answer_format=None if prompt_only else plan.format,
             n=n,
             prompt_only=prompt_only,
             stop=() if prompt_only else tuple(options.stop or ()),
@@ -286,7 +286,7 @@ class Validator:
         most = max(0, self._config.max_answer_entries // entries - echoed)
         if given is None and most:
             return min(room, most)
-        wanted = self._whole_number("max_tokens", given, 1, 0 if options.echoes else 1, 2**31)
+        wanted = self._whole_number("max_tokens", given, 1, options.fewest_tokens, 2**31)
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "

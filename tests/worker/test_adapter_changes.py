@@ -345,3 +345,22 @@ async def test_a_worker_waits_for_its_first_adapters_and_not_for_ever(world, mon
     assert not following.done() and not hanging.published
     hanging.changes.stop()
     await following
+
+
+async def test_what_has_waited_for_a_slot_is_read_again_once_its_files_are_gone(world, tmp_path):
+    """It was refused for its files with the words of a slot."""
+    world.wanted = {"x": Wanted("a", "1"), "y": Wanted("b", "1")}
+    await world.changes.follow()
+    assert "max_loras" in world.changes.refusals["y"].message
+    (tmp_path / "dir" / "b" / "digest").rename(tmp_path / "digest")
+    (tmp_path / "dir" / "b").rmdir()
+    del world.wanted["x"]
+    await world.changes.follow()
+    world.wanted["x"] = Wanted("a", "2")
+    await world.changes.follow()
+    assert (world.changes.refusals["y"].message, world.engine_has) == ("is missing", {"fixed", "a"})
+    world.now += RETRY_SECONDS
+    reads = world.reads
+    await world.changes.follow()
+    refused = world.changes.refusals["y"]
+    assert (refused.message, refused.field, world.reads) == ("is missing", "", reads + 1)

@@ -1,4 +1,4 @@
-"""The log line of a request's attempts."""
+"""What is counted and logged of the attempts of a request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from cluster.errors import BlocksExhaustedError, PeerLostError
 from router.dispatch.request_stats import RequestStats
+from wire import common_pb2
 
 
 @pytest.fixture
@@ -34,3 +35,22 @@ def test_every_loss_of_a_worker_is_logged(logged: pytest.LogCaptureFixture) -> N
     for _ in range(5):
         stats.retry(PeerLostError("no message received for 5.0 s"), "r")
     assert len(logged.messages) == 5
+
+
+def test_cached_tokens_are_those_that_the_first_worker_found() -> None:
+    """A retry finds what the attempts before it have cached."""
+    stats = RequestStats()
+    for report, cached in (
+        (common_pb2.WorkReport(), None),  # of a decode worker, or one that was lost before it began
+        (common_pb2.WorkReport(cached_tokens=16, computed_prompt_tokens=40), 16),
+        (common_pb2.WorkReport(cached_tokens=48, computed_prompt_tokens=8), 16),
+    ):
+        stats.keep(report, of_prefill=True)
+        assert stats.first_cached == cached
+    uncached = RequestStats()
+    for report in (
+        common_pb2.WorkReport(computed_prompt_tokens=56),
+        common_pb2.WorkReport(cached_tokens=48, computed_prompt_tokens=8),
+    ):
+        uncached.keep(report, of_prefill=True)
+    assert uncached.first_cached == 0

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.errors import CancelledError, InvalidRequestError, OverloadedError
 from cluster.security.keys import Caller
 from router.admission.start_queue import Client
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http import generate
+from router.frontends.http import generate, serving
 from router.frontends.http.gate import caller_of
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
@@ -181,6 +181,35 @@ async def test_a_call_that_is_cancelled_while_its_prompt_is_encoded_has_used_a_r
         assert calling.cancelled()
         await asyncio.gather(*tasks)
     assert counted == ([] if resumed else [("acme", "tiny")])
+
+
+async def test_so_has_one_that_leaves_before_the_turn_of_its_second_prompt(
+    gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def left(*given: Any) -> None:
+        raise CancelledError("the client disconnected")
+
+    monkeypatch.setattr(serving, "start_turn", left)
+    monkeypatch.setattr(serving.Serving, "turn_to_parse", AsyncMock())
+    with counting(gateway) as (counted, _, over):
+        over.set()
+        async with served(gateway) as url, httpx.AsyncClient() as client:
+            await client.post(f"{url}/v1/completions", json={"prompt": ["a", "b"]})
+    assert counted == [("acme", "tiny")] and not gateway.accepted
+
+
+@pytest.mark.parametrize(
+    ("more", "status"), [({"priority": "high"}, 403), ({"max_tokens": 10**6}, 400), ({"max_tokens": 1}, 200)]
+)
+async def test_what_is_refused_once_its_prompt_is_encoded_has_used_a_request(
+    more: dict[str, Any], status: int, gateway: StubGateway
+) -> None:
+    with counting(gateway) as (counted, _, over):
+        over.set()
+        async with served(gateway) as url, httpx.AsyncClient() as client:
+            answer = await client.post(f"{url}/v1/completions", json={"prompt": "a", **more})
+    assert answer.status_code == status
+    assert counted == ([] if status == 200 else [("acme", "tiny")])
 
 
 async def test_what_is_refused_for_its_number_takes_a_step_of_low_priority(

@@ -51,3 +51,12 @@ def test_an_answer_that_continues_a_message_of_gpt_oss_has_no_calls() -> None:
         formats.tool_grammar(demanded, begun, None)
     assert "to=functions" in formats.tool_grammar(demanded, "<|start|>assistant", None).text
     assert "to=functions" not in formats.tool_grammar(asked([TOOL]), begun, ANY_OBJECT).text
+
+
+@pytest.mark.parametrize(("constrained", "shown"), [(True, " x"), (False, "x")])
+def test_white_space_is_the_answers_where_a_grammar_of_the_request_has_it(constrained, shown):
+    """Without tools, too."""
+    source = ModelFormats("hermes", "think", {}, {}).format(asked(), "", constrained=constrained)
+    assert source is not None
+    parts = source.parser().feed(["<think>Hm</think>\n x"])
+    assert parts == [ReasoningText("Hm"), ContentText(shown)]

@@ -68,7 +68,8 @@ class _Answer:
     def _add(self, deltas: Sequence[Delta]) -> list[bytes]:
         events: list[bytes] = []
         for delta in deltas:
-            events += self._content.add(parts_of(delta))
+            if not self._form.completion.prompt_only:  # its one token is left out
+                events += self._content.add(parts_of(delta))
             if delta.finish is not None:
                 self._last = delta
         return events

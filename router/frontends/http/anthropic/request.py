@@ -149,8 +149,8 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     model_config = CLOSED
     objects: ClassVar[frozenset[str]] = frozenset({"tool_choice", "thinking", "output_config"})
 
-    max_tokens: Annotated[int, Within(1, MAX_TOKENS)] = Field(
-        description="an answer also ends where the context is full"
+    max_tokens: Annotated[int, Within(0, MAX_TOKENS)] = Field(
+        description="0: the prompt alone is computed and cached; an answer also ends where the context is full"
     )
     stop: StopStrings | None = Field(None, alias="stop_sequences")
     stream: Flag = None
@@ -179,6 +179,10 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     def asked_grammar(self) -> RequestedGrammar | None:
         asked = self.output_config.format if self.output_config is not None else None
         return None if asked is None else RequestedGrammar("output_config.format", asked)
+
+    @property
+    def fewest_tokens(self) -> int:
+        return 0
 
     @property
     def alternatives(self) -> int | None:

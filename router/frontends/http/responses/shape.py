@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from cluster.errors import BatonError, InvalidRequestError, OverloadedError, cut
+from cluster.errors import BatonError, GrammarDeadEndError, InvalidRequestError, OverloadedError, cut
 from router.frontends.http.responses.request import ENCRYPTED_REASONING, LOGPROBS, ResponseRequest
 from router.frontends.http.shapes import baton, token_logprobs
 from router.link.token import Token
@@ -134,4 +134,5 @@ def _code(error: BatonError) -> str:
     """The error's code, one of those that clients know."""
     if isinstance(error, OverloadedError):
         return "rate_limit_exceeded"
-    return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"
+    of_request = isinstance(error, InvalidRequestError | GrammarDeadEndError)
+    return "invalid_prompt" if of_request else "server_error"

@@ -88,6 +88,22 @@ def test_a_streamed_answer_is_the_whole_one(scripted, client):
     assert events[-1].type == "message_stop"
 
 
+def test_a_prompt_is_cached_without_an_answer(scripted, client):
+    """Workers draw a token, which is nobody's."""
+    ask = {**ASK, "max_tokens": 0, "tools": [WEATHER], "tool_choice": {"type": "any"}}
+    scripted.script([ContentText("x")], "length")
+    whole = client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        assert (answer.content, answer.stop_reason) == ([], "max_tokens")
+    for completion in scripted.accepted:
+        assert completion.prompt_only and completion.sampling.max_tokens == 1
+        assert completion.grammar is None and completion.answer_format is None
+    with pytest.raises(anthropic.BadRequestError, match="min_tokens"):
+        client.messages.create(**ask, extra_body={"min_tokens": 1})
+
+
 def test_reasons_of_the_end(scripted, client):
     for finish, stop_string, reason in (
         ("stop", None, "end_turn"),

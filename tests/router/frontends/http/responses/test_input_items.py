@@ -300,3 +300,10 @@ def test_reasoning_behind_reasoning_is_another_message():
         assistant("so", reasoning_content="two"),
     ]
     assert read_items(given, None, LIMITS) == expected
+
+
+def test_a_turn_is_left_out_also_where_no_turn_has_a_text():
+    """Their template alone may exceed the context, and each rendering costs a request."""
+    turns = Turns(Conversation([user(""), user(""), user("")]))
+    shorter = turns.without_oldest([0, 0, 0, 0], 100, 50)
+    assert shorter is not None and len(shorter) == len(turns) - 1

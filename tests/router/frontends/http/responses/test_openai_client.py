@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.errors import EngineRequestError, UnavailableError
+from cluster.errors import EngineRequestError, GrammarDeadEndError, UnavailableError
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from tests.router.frontends.http.responses.conftest import ScriptedGateway
 from tests.router.frontends.http.responses.record import WEATHER, GetWeather, Person
@@ -120,6 +120,13 @@ def test_an_error_within_a_stream(scripted, client):
     # What was shown is not lost
     assert [one.status for one in response.output] == ["completed", "incomplete"]
     assert failed.sequence_number == error.sequence_number + 1
+
+
+def test_a_grammars_dead_end_within_a_stream_is_the_requests(scripted, client):
+    """Clients send what a server failed at again."""
+    scripted.script(CALL[:4], error=GrammarDeadEndError("grammar: no token may come next", field="grammar"))
+    *_, error, failed = client.responses.create(model="tiny", input="a", stream=True)
+    assert (error.code, failed.response.error.code) == ("grammar_dead_end", "invalid_prompt")
 
 
 @pytest.mark.parametrize("stream", [False, True])
