@@ -75,3 +75,15 @@ def test_many_workers_may_be_passed_over_in_many_places(slow):
     slow.fill([*prefill, *decode])
     first = [one.name for one in decode[: passed * places]]
     assert slow.place(first)[1] not in {name.split("@")[0] for name in first}
+
+
+def test_of_an_idle_fleet_chance_decides_and_not_the_names(fleet: Fleet) -> None:
+    """The heads are the first by name where all are equal."""
+    workers = [worker(role, number) for role in ROLES for number in range(COUNT)]
+    parts = [(one.name, 0, 0, pack(one), one.slot) for one in workers]
+    found = set()
+    for number in range(40):
+        fleet.client.eval(FILL, 0, f"{{{fleet.call.namespace}}}:", *(part for one in parts for part in one))
+        fleet.call = replace(fleet.call, random=number / 40)
+        found.add(fleet.place()[0])
+    assert len(found) > 16, "more than the first eight"

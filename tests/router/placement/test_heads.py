@@ -4,13 +4,10 @@ first or the one with most of it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
-import redis
 
 from cluster.membership import keys, scripts
 from cluster.membership.facts import pack
@@ -19,7 +16,6 @@ from cluster.protocol.times import LEASE_SUSPECT_SECONDS
 from cluster.redis.connect import connect
 from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest, Reason
-from tests.harness.place_call import PlaceCall
 from tests.router.placement.fleets import request
 from tests.router.placement.head_fleet import COUNT, ROLES, Fleet, worker
 from tests.router.placement.regret import FILL
@@ -118,26 +114,3 @@ async def test_where_every_lease_is_overdue_one_call_places(
     for _ in range(3):
         await place(large, request())
     assert not read
-
-
-@pytest.fixture
-def fleet(redis_url: str, namespace: str) -> Iterator[Fleet]:
-    with redis.Redis.from_url(redis_url) as client:
-        yield Fleet(client, PlaceCall(namespace))
-
-
-def test_of_an_idle_fleet_chance_decides_and_not_the_names(fleet: Fleet) -> None:
-    """The heads are the first by name where all are equal."""
-    workers = [worker(role, number) for role in ROLES for number in range(COUNT)]
-    parts = ((one.name, 0, 0, pack(one), one.slot) for one in workers)
-    fleet.client.eval(FILL, 0, f"{{{fleet.call.namespace}}}:", *(part for one in parts for part in one))
-    found = set()
-    for number in range(40):
-        fleet.call = replace(fleet.call, random=number / 40)
-        fleet.numbers = count(number + 1)
-        found.add(fleet.place()[0])
-        fleet.client.delete(keys.load(fleet.call.namespace))
-        for name in fleet.client.keys(f"{{{fleet.call.namespace}}}:set:*"):
-            members: Any = fleet.client.zrange(name, 0, -1)
-            fleet.client.zadd(name, dict.fromkeys(members, 0))
-    assert len(found) > 16, "more than the first eight"
