@@ -83,7 +83,9 @@ class Handles:
     def take(self, frame: link_pb2.WorkerFrame, now: float, is_newest: Callable[[], bool]) -> Iterator[None]:
         """Dispatch answers, then `tokens`, `extras` and `ends`: so the tokens of each choice are in order of position, and
         its end is behind them. Yields after every ENTRIES_PER_TURN entries. `is_newest`: no other connection has attached
-        the handles since the one of this frame."""
+        the handles since the one of this frame; from then on only answers to cancels count here. The newer one has all
+        the rest from the positions of its list on, and the pieces of a token that began here begin there again: what
+        follows them here would leave a gap."""
         count = 0
         for number in frame.cancelled:
             self._cancelled(number)
@@ -91,14 +93,17 @@ class Handles:
             if not count % ENTRIES_PER_TURN:
                 yield
         for state in frame.states:
-            if is_newest():  # answers on an older connection were sent before the handles attached here
-                self._state(state)
+            if not is_newest():
+                return
+            self._state(state)
             count += 1
             if not count % ENTRIES_PER_TURN:
                 yield
         numbers, tokens = _rows(frame.tokens)
         at = 0
         while at < len(tokens):
+            if not is_newest():
+                return
             end = at + ENTRIES_PER_TURN - count % ENTRIES_PER_TURN
             self._tokens(numbers[at:end], tokens[at:end], now)
             count += min(end, len(tokens)) - at
@@ -106,15 +111,15 @@ class Handles:
             if not count % ENTRIES_PER_TURN:
                 yield
         for extra in frame.extras:
-            in_pieces = (
-                extra.first or extra.more
-            )  # and then sent again on the newest connection, from its first on
-            if is_newest() or not in_pieces:
-                self._extra(extra, now)
+            if not is_newest():
+                return
+            self._extra(extra, now)
             count += 1
             if not count % ENTRIES_PER_TURN:
                 yield
         for end_entry in frame.ends:
+            if not is_newest():
+                return
             self._end(end_entry)
             count += 1
             if not count % ENTRIES_PER_TURN:

@@ -302,9 +302,10 @@ class WorkerLink:
         if frame.notice:
             self._notice(connection, frame.notice)
         tokens = len(frame.tokens.handle)
-        if tokens or frame.HasField("beat") or frame.extras or frame.ends:
+        is_newest = connection is self._connection
+        if is_newest and (tokens or frame.HasField("beat") or frame.extras or frame.ends):
             self._received_at = connection.received_at
-        if entries == tokens <= ENTRIES_PER_TURN:  # the frame of an ordinary step, or a beat
+        if is_newest and entries == tokens <= ENTRIES_PER_TURN:  # the frame of an ordinary step, or a beat
             self._handles.take_tokens(frame.tokens, self._received_at)
             return None
         pieces = self._handles.take(frame, self._received_at, lambda: connection is self._connection)

@@ -13,7 +13,7 @@ from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
 from router.link.outgoing import attach_frames
 from tests.harness.waiting import until
-from tests.router.link.conftest import PROMPT, tokens
+from tests.router.link.conftest import PROMPT, end, tokens
 from wire import common_pb2, link_pb2
 
 
@@ -238,6 +238,76 @@ async def test_a_piece_on_an_older_connection_is_none_of_the_newer_ones(pair):
     says(older, 2, more=True)
     says(pair.link._connection, 1, more=False)
     assert one.tokens == [[0]], "joined"
+
+
+async def test_what_follows_pieces_on_an_older_connection_does_not_count_without_them(pair):
+    """They are sent again on the newer one: their token would be missing before the next one, or before the end."""
+    one = pair.read()
+    await pair.up()
+    older = pair.link._connection
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    number, begun = one.handle.number, link_pb2.WorkerFrame()
+    for more in (True, False):
+        piece = begun.extras.add(handle=number, first=int(not more), more=more)
+        piece.token.position = PROMPT
+        piece.token.top_logprobs.add(token_id=7)
+    begun.extras.add(handle=number, token=common_pb2.Token(position=PROMPT + 1, token_id=1))
+    columns = link_pb2.TokenColumns(handle=[number], choice=[0], position=[PROMPT + 2], token_id=[2])
+    ended = link_pb2.HandleEnd(handle=number, end=common_pb2.AttemptEnd())
+    for frame in (
+        begun,
+        link_pb2.WorkerFrame(tokens=columns),
+        link_pb2.WorkerFrame(tokens=columns, ends=[ended]),
+    ):
+        pair.link.take(older, frame, entries_of(frame))
+    assert one.tokens == [[]] and one.end is None and one.error is None
+    tokens(one.log, 0, 3)
+    end(one.log)
+    await until(lambda: one.end is not None, "the newer one has its end")
+    assert one.tokens == [[0, 1, 2]] and not pair.links.unread()
+
+
+@pytest.mark.parametrize("kind", ["states", "tokens", "extras", "ends"])
+async def test_a_large_frame_whose_connection_is_replaced_meanwhile_ends_there(kind, pair):
+    many = [pair.read() for _ in range(2 * ENTRIES_PER_TURN)]
+    await pair.up()
+    older, frame = pair.link._connection, link_pb2.WorkerFrame()
+    for number in (one.handle.number for one in many):
+        if kind == "tokens":
+            for field, value in (("handle", number), ("choice", 0), ("position", PROMPT), ("token_id", 0)):
+                getattr(frame.tokens, field).append(value)
+        elif kind == "extras":
+            frame.extras.add(handle=number, token=common_pb2.Token(position=PROMPT))
+        else:  # the state is UNKNOWN
+            getattr(frame, kind).add(handle=number)
+    pieces = pair.link.take(older, frame, entries_of(frame))
+    next(pieces)
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    assert list(pieces) == []
+    reached = [bool(one.error or one.end or one.tokens != [[]]) for one in many]
+    assert reached == [True] * ENTRIES_PER_TURN + [False] * ENTRIES_PER_TURN
+
+
+async def test_an_answer_to_a_cancel_counts_on_an_older_connection(pair):
+    """The worker answers where it was asked."""
+    one = pair.read()
+    await pair.up()
+    older, freed = pair.link._connection, asyncio.Event()
+
+    async def cancelled(transfer_id: bytes) -> None:
+        await freed.wait()
+
+    pair.worker.routers._cancel = cancelled
+    cancelling = asyncio.create_task(one.handle.cancel(10.0))
+    await until(lambda: pair.worker.handles[one.transfer_id].cancelling, "it was asked")
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    frame = link_pb2.WorkerFrame(cancelled=[one.handle.number])
+    pair.link.take(older, frame, entries_of(frame))
+    assert await asyncio.wait_for(cancelling, 5.0)
+    freed.set()
 
 
 def test_a_list_of_attempts_with_many_choices_fits_into_frames():
