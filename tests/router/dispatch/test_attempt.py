@@ -17,7 +17,6 @@ from router.dispatch import attempt as attempts
 from router.dispatch.arbiter import CONTROL_SECONDS
 from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Broken, Ended, Source
-from router.dispatch.prompt_stream import PromptStream
 from router.link import links as all_links
 from tests.harness.waiting import until
 from tests.router.dispatch.attempt_world import World
@@ -265,13 +264,6 @@ async def test_a_worker_that_sends_beyond_its_limit_is_read_no_more(world):
     assert isinstance(broken, Broken) and isinstance(broken.error, PeerLostError)
     assert f"position {FIRST + WINDOW_TOKENS} of choice 0" in str(broken.error)
     assert attempt.taken == [FIRST + WINDOW_TOKENS - 1]
-
-
-async def test_a_new_link_does_not_repeat_what_waits_for_the_prompt(world):
-    attempt = world.attempt(prompt=PromptStream([1] * FIRST, lambda token: None))
-    for position in (FIRST, FIRST + 1):
-        attempt.received(D, token(position))
-    assert attempt.positions(D) == [FIRST + 2] and not attempt.taken
 
 
 async def test_a_token_of_another_choice_breaks_the_attempt(world):

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import redis
 
+from cluster.membership.facts import pack
 from cluster.membership.topology import Location
 from tests.harness.place_call import PlaceCall
 from tests.router.placement.head_fleet import COUNT, ROLES, Fleet, worker
+from tests.router.placement.regret import FILL
 
 
 @pytest.fixture

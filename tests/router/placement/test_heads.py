@@ -17,7 +17,6 @@ from cluster.redis.connect import connect
 from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest, Reason
 from tests.router.placement.fleets import request
-from tests.router.placement.head_fleet import COUNT, ROLES, Fleet, worker
 from tests.router.placement.regret import FILL
 
 PAIRS = 100
