@@ -204,9 +204,12 @@ class AttemptLog:
         """Positions of the choice below `limit` may be sent. False: nothing has changed."""
         at = choice - self._first_choice
         changed = 0 <= at < len(self.choices) and self.choices[at].acknowledge(limit)
+        self._look_at_room()
+        return changed
+
+    def _look_at_room(self) -> None:
         if self.prompt is not None and self.prompt.first + self.prompt.window >= self._position:
             self.release_room()
-        return changed
 
     def resume(self, positions: Sequence[int], limits: Sequence[int]) -> bool:
         """A router attaches and takes `positions` next, one per choice. False: not kept any more, or never made."""
@@ -218,4 +221,5 @@ class AttemptLog:
             # What the prefill worker sent may not have come here yet.
             one.sent, one.part = min(position, one.end), 0
             one.acknowledge(limit)
+        self._look_at_room()
         return True

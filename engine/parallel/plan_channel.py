@@ -13,13 +13,14 @@ rank could read a plan before its device has finished the last one.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
+import selectors
 import socket
 import struct
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -30,7 +31,7 @@ _KEY = "plans"
 _ADDRESS = struct.Struct("<H16s")  # in the store: port, token
 _GREETING = struct.Struct("<16sI")  # token, number of the rank
 _LENGTH = struct.Struct("<q")
-_GREETING_SECONDS = 2.0  # the ranks wait this long for a peer that connects and says nothing
+_MAX_GREETINGS = 64  # connections that have not said all of theirs: of more, the oldest is closed
 
 
 class LeaderChannel:
@@ -42,25 +43,25 @@ class LeaderChannel:
         token = os.urandom(16)
         self._ranks = dict[int, socket.socket]()
         # A worker whose engine has failed drops its group and does not close it.
-        self.close = weakref.finalize(self, _close, self._ranks)
+        self.close = weakref.finalize(self, _close, self._ranks.values())
         address, listener = listen_at(host)
-        with listener:
+        with listener, _Greetings(listener) as greetings:
             store.set(_KEY, _ADDRESS.pack(split(address)[1], token).hex())
             try:
                 while len(self._ranks) < size - 1:
-                    self._accept(listener, token, size, until)
+                    for connection, greeting in greetings.come(until):
+                        self._take(connection, greeting, token, size)
             except OSError:
                 self.close()
                 raise
 
-    def _accept(self, listener: socket.socket, token: bytes, size: int, until: float) -> None:
-        listener.settimeout(max(until - time.monotonic(), 0.001))
-        connection, _ = listener.accept()
-        rank = _greeting(connection, token)
-        if rank is None or not 0 < rank < size or rank in self._ranks:
+    def _take(self, connection: socket.socket, greeting: bytes, token: bytes, size: int) -> None:
+        """Add the rank that has connected, or close the connection of a peer that is none."""
+        said, rank = _GREETING.unpack(greeting)
+        if not hmac.compare_digest(said, token) or not 0 < rank < size or rank in self._ranks:
             connection.close()
             return
-        connection.settimeout(None)
+        connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ranks[rank] = connection
 
@@ -80,7 +81,11 @@ class RankChannel:
         store.wait([_KEY], timedelta(seconds=seconds))
         port, token = _ADDRESS.unpack(bytes.fromhex(store.get(_KEY).decode()))
         self._connection = socket.create_connection((host, port), timeout=seconds)
-        self._connection.sendall(_GREETING.pack(token, rank))
+        try:
+            self._connection.sendall(_GREETING.pack(token, rank))
+        except OSError:
+            self._connection.close()
+            raise
         self._connection.settimeout(None)
         self._length = bytearray(_LENGTH.size)
 
@@ -95,29 +100,79 @@ class RankChannel:
         self._connection.close()
 
 
-def _close(connections: dict[int, socket.socket]) -> None:
-    for connection in connections.values():
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
         connection.close()
 
 
-def _greeting(connection: socket.socket, token: bytes) -> int | None:
-    """The number of the rank that has connected; None for a peer that does not know the token."""
-    greeting = bytearray(_GREETING.size)
-    with contextlib.suppress(OSError):
-        _read(connection, greeting, time.monotonic() + _GREETING_SECONDS)
-        said, rank = _GREETING.unpack(greeting)
-        if hmac.compare_digest(said, token):
-            return int(rank)
-    return None
+class _Greetings:
+    """Reads what peers say first, of all at a time: one that says nothing keeps no rank waiting."""
+
+    def __init__(self, listener: socket.socket):
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._said = dict[socket.socket, bytes]()  # so far, oldest first
+
+    def __enter__(self) -> _Greetings:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._selector.close()
+        _close(self._said)
+
+    def come(self, until: float) -> Iterator[tuple[socket.socket, bytes]]:
+        """Wait for peers, and return the connections whose greetings are complete, which do not block. Raises TimeoutError
+        at `until` (monotonic seconds), and OSError."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        for key, _ in self._selector.select(left):
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            for connection in [one for one in self._said if one is key.fileobj]:  # none: closed by _accept
+                self._read(connection)
+                if len(self._said.get(connection, b"")) == _GREETING.size:
+                    self._selector.unregister(connection)
+                    yield connection, self._said.pop(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the peer is gone already
+            return
+        connection.setblocking(False)
+        self._said[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._said) > _MAX_GREETINGS:
+            self._drop(next(iter(self._said)))
+
+    def _read(self, connection: socket.socket) -> None:
+        said = self._said[connection]
+        try:
+            more = connection.recv(_GREETING.size - len(said))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if more:
+            self._said[connection] = said + more
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._said[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
 
-def _read(connection: socket.socket, into: bytearray, until: float | None = None) -> None:
-    """Fill `into`. Raises OSError at the end of the connection, or at `until` (monotonic seconds)."""
+def _read(connection: socket.socket, into: bytearray) -> None:
+    """Fill `into`. Raises OSError at the end of the connection."""
     view = memoryview(into)
     while view:
-        if until is not None:
-            connection.settimeout(max(until - time.monotonic(), 0.001))
-        count = connection.recv_into(view, 0, 0 if until is not None else socket.MSG_WAITALL)
+        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("the connection for plans was closed")
         view = view[count:]

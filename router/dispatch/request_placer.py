@@ -21,6 +21,8 @@ from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
 from router.request.completion import Completion
 from wire import common_pb2
 
+LASTING = frozenset({Reason.ADAPTER, Reason.FAULTY})  # reasons that no wait removes
+
 
 class RequestPlacer:
     def __init__(
@@ -105,9 +107,9 @@ class RequestPlacer:
 
     def refused_by(self, worker_id: str) -> None:
         """Exclude a decode worker that had no room. Others that had none may have room by now; workers without the
-        request's adapter stay excluded."""
-        lacking = {name: reason for name, reason in self.excluded.items() if reason is Reason.ADAPTER}
-        self.excluded = {**lacking, worker_id: Reason.REFUSED}
+        request's adapter, and those that broke the protocol, stay excluded."""
+        stay = {name: reason for name, reason in self.excluded.items() if reason in LASTING}
+        self.excluded = {**stay, worker_id: Reason.REFUSED}
 
     def broke_protocol(self, workers: Iterable[WorkerInfo]) -> None:
         """They would do so again, at each attempt that the prompt's prefix leads to them."""

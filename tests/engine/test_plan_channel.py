@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
@@ -97,8 +98,7 @@ GREETINGS = {
 
 
 @pytest.mark.parametrize("greeting", GREETINGS)
-def test_a_peer_that_is_no_rank_gets_no_plan_and_keeps_no_rank_out(greeting, monkeypatch):
-    monkeypatch.setattr(plan_channel, "_GREETING_SECONDS", 0.2)
+def test_a_peer_that_is_no_rank_gets_no_plan_and_keeps_no_rank_out(greeting):
     with leading(2) as (store, ended):
         port, token = port_and_token(store)
         with socket.create_connection((HOST, port), timeout=SECONDS) as stranger:
@@ -108,6 +108,49 @@ def test_a_peer_that_is_no_rank_gets_no_plan_and_keeps_no_rank_out(greeting, mon
                 assert rank.receive() == b"plan"
             with suppress(ConnectionResetError):  # the leader closed before it had read all
                 assert stranger.recv(100) == b""
+
+
+@pytest.mark.parametrize("silent", [20, 200])
+def test_peers_that_say_nothing_keep_no_rank_waiting(silent):
+    """Also where more connect than are kept."""
+    with leading(2) as (store, ended), ExitStack() as open_until:
+        port, _ = port_and_token(store)
+        strangers = [
+            open_until.enter_context(socket.create_connection((HOST, port), timeout=SECONDS))
+            for _ in range(silent)
+        ]
+        began = time.monotonic()
+        with closing(RankChannel(store, HOST, 1, SECONDS)) as rank:
+            ended().send(b"plan")
+            assert rank.receive() == b"plan" and time.monotonic() - began < 2.0
+        for stranger in strangers:
+            assert stranger.recv(1) == b""
+
+
+def test_peers_that_say_nothing_and_ever_more_of_them_do_not_prolong_the_wait():
+    with leading(2, seconds=1.0) as (store, ended), ExitStack() as open_until:
+        port, _ = port_and_token(store)
+        began = time.monotonic()
+        with suppress(ConnectionError):  # it listens no more
+            while time.monotonic() - began < 10.0:
+                stranger = socket.create_connection((HOST, port), timeout=SECONDS)
+                open_until.enter_context(stranger)
+                time.sleep(0.01)
+        assert 0.5 < time.monotonic() - began < 5.0
+        with pytest.raises(TimeoutError):
+            ended()
+
+
+def test_a_greeting_in_pieces_is_a_ranks():
+    with leading(2) as (store, ended):
+        port, token = port_and_token(store)
+        with socket.create_connection((HOST, port), timeout=SECONDS) as rank:
+            greeting = plan_channel._GREETING.pack(token, 1)
+            for begin in range(0, len(greeting), 7):
+                rank.sendall(greeting[begin : begin + 7])
+                time.sleep(0.05)
+            ended().send(b"plan")
+            assert rank.recv(100)[8:] == b"plan"
 
 
 def test_a_second_connection_with_a_ranks_number_does_not_replace_the_first():

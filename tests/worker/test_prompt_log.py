@@ -205,6 +205,17 @@ async def test_unread_log_probabilities_are_bounded():
     assert room.held_bytes == 0, "others hold none"
 
 
+async def test_a_link_that_attaches_behind_the_prompt_gives_its_room_back():
+    """The credit that said so may be lost with the link before."""
+    room, log = PromptRoom(30.0), log_of()
+    await enters(room, log)
+    log.add_prompt_output(PromptOutput("r", 1, scores(COUNT - 1)))
+    held = room.held_bytes
+    assert log.resume([COUNT, COUNT, 5], [COUNT + 1, COUNT + 1, 5 + WINDOW]) and room.held_bytes == held > 0
+    assert log.resume([COUNT, COUNT, COUNT], [COUNT + 1, COUNT + 1, COUNT + WINDOW])
+    assert room.held_bytes == 0
+
+
 async def test_requests_that_hold_room_keep_none_of_a_higher_class_out():
     """They hold it while they wait for their turn, which those of a higher class have first."""
     size = COUNT * (4 + 8 * (1 + TOP))

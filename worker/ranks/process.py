@@ -1,9 +1,9 @@
 """The leader's handle on a tensor-parallel rank in another process, on this node or (worker/ranks/remote.py) another one.
 
-The leader and a rank have two channels: step plans go through torch.distributed (engine/parallel), hand-off messages
-through a pipe, both ways, so that moving KV never waits for a step.
+The leader and a rank have two channels: step plans take a connection of their own (engine/parallel/plan_channel.py),
+hand-off messages a pipe, both ways, so that moving KV never waits for a step.
 
-    leader ──plan (gloo/NCCL)──►  rank: engine thread = its main thread
+    leader ──plan (TCP)────────►  rank: engine thread = its main thread
     leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
     leader ◄───beats (pipe)─────  rank: a thread that sends the main thread's progress (worker/ranks/watch.py)
 

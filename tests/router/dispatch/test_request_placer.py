@@ -52,15 +52,16 @@ async def test_what_its_worker_reuses_and_where_it_ends(text, sampling, scores, 
     assert spec.sampling.prompt_logprobs == (scores and "prompt_logprobs" in sampling)
 
 
-async def test_a_full_worker_does_not_bring_back_those_without_the_adapter(text) -> None:
-    """They were asked in turn with it, each of them again and again."""
+async def test_a_full_worker_brings_back_none_that_no_wait_changes(text) -> None:
+    """Without the adapter, or with false tokens: they were asked in turn with it, each of them again and again."""
     world: Any = World(text, [])
     completion = Completion("r", "m", [5] * 40, common_pb2.SamplingParams(max_tokens=4))
     deadlines = RequestDeadlines(world.services.config, completion, time.monotonic())
     placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), b"")
     placer.excluded = {"lacks": Reason.ADAPTER, "was full": Reason.REFUSED, "lost": Reason.LOST}
+    placer.broke_protocol([SimpleNamespace(worker_id="lies")])
     placer.refused_by("full")
-    assert placer.excluded == {"lacks": Reason.ADAPTER, "full": Reason.REFUSED}
+    assert placer.excluded == {"lacks": Reason.ADAPTER, "lies": Reason.FAULTY, "full": Reason.REFUSED}
 
 
 @pytest.mark.parametrize("begun", [False, True])
