@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 import pytest
 
 from baton.client import ClientTls
 from baton.local.certs import make_certs
+from tests.harness.ended import gone
 from tests.harness.router import Router, run_router, stub_workers
 from tests.harness.waiting import until
 from wire import inference_pb2 as pb
@@ -191,8 +191,7 @@ async def test_plain_clients_lose_nothing_while_a_router_leaves(
         os.kill(leaving.pid, signal.SIGTERM)
         await asyncio.sleep(NOTICE_SECONDS)
         balancer.point_at(staying)
-        process = psutil.Process(leaving.pid)
-        await until(lambda: process.status() == psutil.STATUS_ZOMBIE, "it has left")
+        await until(lambda: gone(leaving.pid), "it has left")
         most = max(seen.answers.values())
         await until(lambda: each(most + ANSWERS), "all go on")
         over.set()
