@@ -147,6 +147,9 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(started, namespace, monkeypatch):
+    """The main Redis is waited for, also on a busy machine: without it a placement does not ask the index."""
+    for module in ("place_script", "placement", "settlement"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", SECONDS)
     monkeypatch.setattr(prefix_index, "RETRY_SECONDS", 0.1)
     for name, server in started.running.items():
         if server.process.poll() is not None:
@@ -175,7 +178,9 @@ async def cluster(started, namespace, monkeypatch):
         await asyncio.to_thread(worker.stop)
 
 
-async def test_reports_and_predictions_are_in_the_index_and_nowhere_else(cluster):
+async def test_reports_and_predictions_are_in_the_index_and_nowhere_else(cluster, monkeypatch):
+    monkeypatch.setattr(prefix_index, "MATCH_SECONDS", SECONDS)
+    monkeypatch.setattr(prefix_index, "LATE_SECONDS", SECONDS)
     cluster.workers[1].holds(PROMPT)
     placed = await cluster.finds()
     assert placed.prefill.worker_id == "prefill-1" and placed.cached_prefill_tokens == 1599
@@ -194,7 +199,9 @@ async def test_reports_and_predictions_are_in_the_index_and_nowhere_else(cluster
 
 
 @pytest.mark.long
-async def test_without_the_index_placements_go_on_by_load_and_find_it_again(cluster, caplog):
+async def test_without_the_index_placements_go_on_by_load_and_find_it_again(cluster, caplog, monkeypatch):
+    monkeypatch.setattr(prefix_index, "MATCH_SECONDS", SECONDS)
+    monkeypatch.setattr(prefix_index, "LATE_SECONDS", SECONDS)
     caplog.set_level(logging.INFO)
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
