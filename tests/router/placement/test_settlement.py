@@ -22,7 +22,11 @@ from tests.router.placement.scripts import INFO
 
 
 @pytest.fixture
-async def settling(redis_url: str, namespace: str) -> AsyncIterator[Settlement]:
+async def settling(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Settlement]:
+    """It has a run, also on a busy machine."""
+    monkeypatch.setattr(settlement, "SCRIPT_SECONDS", 30.0)
     config = RouterConfig(model=Path("/m"), redis_url=redis_url, namespace=namespace)
     made = Settlement(config, PlacementKeys(namespace, config.router_id), Charges())
     await made.settle()

@@ -199,7 +199,9 @@ async def test_reports_and_predictions_are_in_the_index_and_nowhere_else(cluster
 
 
 @pytest.mark.long
-async def test_without_the_index_placements_go_on_by_load_and_find_it_again(cluster, caplog):
+async def test_without_the_index_placements_go_on_by_load_and_find_it_again(cluster, caplog, monkeypatch):
+    monkeypatch.setattr(prefix_index, "MATCH_SECONDS", SECONDS)
+    monkeypatch.setattr(prefix_index, "LATE_SECONDS", SECONDS)
     caplog.set_level(logging.INFO)
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
