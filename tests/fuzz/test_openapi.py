@@ -34,7 +34,13 @@ CHECKS = [
 ]
 GENERATE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *(
+        "/v1/responses/input_tokens",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    ),
 )
 READ = (
     "/v1/models",

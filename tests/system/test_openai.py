@@ -126,6 +126,8 @@ def test_create_and_stream_answer_alike(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ask, instructions="Tell a story")
     assert whole.status in ("completed", "incomplete") and whole.output_text
     assert whole.usage is not None and whole.usage.output_tokens <= 24
+    counted = client.responses.input_tokens.count(model=model.id, input=HELLO, instructions="Tell a story")
+    assert counted.input_tokens == whole.usage.input_tokens
     deltas = []
     with client.responses.stream(**ask, instructions="Tell a story") as stream:
         for event in stream:

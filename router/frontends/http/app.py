@@ -237,11 +237,12 @@ def build_routes(gateway: RequestGateway) -> Routes:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     serving, views = Serving(gateway), Views(gateway)
     generate, tokenizing = Generate(serving), Tokenizing(serving)
-    messages = Messages(serving, tokenizing)
+    messages, responses = Messages(serving, tokenizing), Responses(serving, tokenizing)
     generations = {
         ("POST", "/v1/chat/completions"): generate.chat,
         ("POST", "/v1/completions"): generate.completion,
-        ("POST", "/v1/responses"): Responses(serving).create,
+        ("POST", "/v1/responses"): responses.create,
+        ("POST", "/v1/responses/input_tokens"): responses.count,
         ("POST", "/v1/messages"): messages.create,
         ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
         ("POST", "/v1/embeddings"): Embeddings(serving).create,

@@ -27,7 +27,13 @@ ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live", LOAD, UNLOAD})
 GENERATE = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
+        *(
+            "/v1/responses/input_tokens",
+            "/v1/messages/count_tokens",
+            "/v1/embeddings",
+            "/tokenize",
+            "/detokenize",
+        ),
     }
 )
 CALLER = "baton.caller"

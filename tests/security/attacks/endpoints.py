@@ -50,6 +50,7 @@ ENDPOINTS = {
         dispatched=True,
     ),
     "embedding": Endpoint("/v1/embeddings", lambda text: {"input": text}, "input", dispatched=True),
+    "count of a response": Endpoint("/v1/responses/input_tokens", lambda text: {"input": text}, "input"),
     "count": Endpoint("/v1/messages/count_tokens", _chat, "messages"),
     "tokenize": Endpoint("/tokenize", lambda text: {"prompt": text}),
     "tokenize a chat": Endpoint("/tokenize", _chat, "messages"),

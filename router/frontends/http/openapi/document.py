@@ -52,6 +52,7 @@ _SUMMARIES = {
     "chat": "Complete a conversation",
     "completion": "Complete a text",
     "response": "Complete a conversation of items; nothing is stored",
+    "countInputTokens": "Count the tokens of a conversation of items",
     "message": "Complete a conversation, as Anthropic's clients ask for it",
     "countMessageTokens": "Count the tokens of a conversation, as Anthropic's clients ask for it",
     "embedding": "Embed texts",
@@ -144,6 +145,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/v1/chat/completions": {"post": _generate("chat", "ChatCompletion", keys)},
         "/v1/completions": {"post": _generate("completion", "Completion", keys)},
         "/v1/responses": {"post": _streaming("response", "Response", keys)},
+        "/v1/responses/input_tokens": {"post": _input_tokens(keys)},
         "/v1/messages": {"post": _messages(keys)},
         "/v1/messages/count_tokens": {"post": _of_messages(_count_tokens(keys))},
         "/v1/embeddings": {"post": _asked("embedding", ref("EmbeddingRequest"), ref("Embeddings"), keys)},
@@ -236,6 +238,10 @@ def _asked(name: str, request: Schema, answer: Schema, keys: bool) -> dict[str, 
 def _tokenize(keys: bool) -> dict[str, Any]:
     request = either(ref("TokenizeRequest"), ref("TokenizeChatRequest"))
     return _asked("tokenize", request, ref("Tokens"), keys)
+
+
+def _input_tokens(keys: bool) -> dict[str, Any]:
+    return _asked("countInputTokens", ref("ResponseRequest"), ref("InputTokens"), keys)
 
 
 def _count_tokens(keys: bool) -> dict[str, Any]:

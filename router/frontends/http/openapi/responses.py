@@ -26,6 +26,7 @@ def response_schemas() -> dict[str, Schema]:
         "ResponseLogprobs": _logprobs(),
         "ResponseItem": _item(),
         "ResponseUsage": _usage(),
+        "InputTokens": record({"object": one_of(["response.input_tokens"]), "input_tokens": COUNT}),
         "Response": _response(),
         "ResponseEvent": _event(),
     }

@@ -1,10 +1,12 @@
-"""`POST /v1/responses`: one conversation, without state between requests."""
+"""`POST /v1/responses` and `POST /v1/responses/input_tokens`: one conversation, without state between requests."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import orjson
 
 from cluster.security.keys import Caller
 from router.frontends.field_names import renamed
@@ -16,7 +18,8 @@ from router.frontends.http.responses.answer import ResponseForm
 from router.frontends.http.responses.request import ResponseRequest
 from router.frontends.http.responses.shape import ResponseShape
 from router.frontends.http.responses.truncation import MAX_CUTS, Turns
-from router.frontends.http.serving import Admit, ParsedRequest, request_id
+from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
+from router.frontends.http.tokenize import Tokenizing
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.permissions import check_allowed
@@ -35,6 +38,27 @@ _PARTS = [
 
 
 class Responses(CreatingEndpoint):
+    def __init__(self, serving: Serving, tokenizing: Tokenizing):
+        super().__init__(serving)
+        self._tokenizing = tokenizing
+
+    async def count(self, request: Exchange) -> None:
+        await self._tokenizing.answer(request, self._counted)
+
+    async def _counted(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
+        """Of the conversation as it was sent: `truncation` shortens none here."""
+        limits = model.validator.limits
+        options = read_request(ResponseRequest, body, limits)
+        with renamed(_NAMES, _PARTS):
+            prompt = await self._gateway.converse(
+                lambda: options.to_conversation(limits),
+                options.size,
+                model=model.name,
+                tenant=caller.tenant,
+                answered=False,
+            )
+        return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:

@@ -100,7 +100,8 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     client.post("/tokenize", json={"prompt": "a"})
     client.post("/detokenize", json={"tokens": [5]})
     client.post("/v1/messages/count_tokens", json={"messages": CHAT})
-    assert seen == [1, 1, 1]
+    client.post("/v1/responses/input_tokens", json={"input": CHAT})
+    assert seen == [1, 1, 1, 1]
     # The last place is given back after its answer was sent.
     wait_for(lambda: scripted.admission.in_flight == 0, 10.0, "the place is free")
 
@@ -133,7 +134,12 @@ def test_no_grammar_is_made_where_nothing_is_generated(scripted, client, monkeyp
     }
     tools = [{"name": "f", "input_schema": schema, "strict": True}]
     counted = {"messages": CHAT, "tools": tools, "tool_choice": {"type": "any"}}
-    for path, asked in (("/tokenize", body), ("/v1/messages/count_tokens", counted)):
+    of_response = {"input": CHAT, "tools": [{"type": "function", **function}], "tool_choice": "required"}
+    for path, asked in (
+        ("/tokenize", body),
+        ("/v1/messages/count_tokens", counted),
+        ("/v1/responses/input_tokens", of_response),
+    ):
         made = client.post(path, json=asked)
         assert (made.status_code, checked) == (200, []), made.text
         refused = client.post(path, json={**asked, "tools": []})

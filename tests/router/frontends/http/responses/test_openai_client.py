@@ -47,6 +47,25 @@ def test_a_whole_answer_with_a_call(scripted, client):
     assert usage.output_tokens_details.reasoning_tokens == 2
 
 
+@pytest.mark.parametrize("truncation", ["disabled", "auto"])
+def test_the_input_is_counted_as_it_was_sent(scripted, client, truncation):
+    """Also one that is longer than the context, which `truncation` would shorten."""
+    room = scripted.first.validator.limits.max_model_len
+    turn = {"role": "user", "content": "a b c d " * (room // 10)}
+    lengths = [
+        client.responses.input_tokens.count(model="tiny", input=[turn] * count, truncation=truncation)
+        for count in (1, 2, 20)
+    ]
+    assert {one.object for one in lengths} == {"response.input_tokens"}
+    one, two, twenty = (each.input_tokens for each in lengths)
+    assert twenty - one == 19 * (two - one) and twenty > room
+    plain, more = (
+        client.responses.input_tokens.count(model="tiny", input="Bern?", **one)
+        for one in ({}, {"tools": [WEATHER], "instructions": "Be brief."})
+    )
+    assert more.input_tokens > plain.input_tokens
+
+
 def test_a_streamed_answer_with_a_call(scripted, client):
     scripted.script(CALL)
     tools = [openai.pydantic_function_tool(GetWeather)]
