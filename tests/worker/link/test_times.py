@@ -70,7 +70,7 @@ async def test_time_in_which_the_worker_was_stopped_does_not_count(worker, opens
     connection = accepted(worker, state)
     connection._timer.cancel()
     for late, stays in ((20.0, True), (0.0, False)):
-        for clock in ("_made", "_heard"):
+        for clock in ("_made", "_received_at"):
             setattr(connection, clock, getattr(connection, clock) - 20.0)
         connection._due = asyncio.get_running_loop().time() - late
         connection._tick()
