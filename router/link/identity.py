@@ -8,6 +8,7 @@ import ssl
 
 from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.security.tls import Peers
+from router.link.turns import Handshakes
 
 
 class RouterIdentity:
@@ -21,6 +22,7 @@ class RouterIdentity:
         self._serials = itertools.count(1)
         self.handle_after = 1  # the number of the next handle
         self.unread = 0
+        self.handshakes = Handshakes()
         self._tls: tuple[int, ssl.SSLContext | None] = (-1, None)
 
     def not_read(self) -> None:

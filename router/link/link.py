@@ -266,8 +266,9 @@ class WorkerLink:
 
     def _break(self, state: LinkState) -> None:
         self._drop_connection()
-        self._machine.to(state)
-        self._ended.set()
+        if self.state is not LinkState.CLOSED:  # worker and router may stop together
+            self._machine.to(state)
+            self._ended.set()
 
     def _drop_connection(self) -> None:
         """Before the next one: the one that _move opens could have a higher serial than that, and would take the handles

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from cluster.addresses import split
@@ -52,8 +54,11 @@ class Opener:
             try:
                 async with asyncio.timeout_at(deadline) as limit:
                     reached = await self._reach(tcp_seconds)
-                    limit.reschedule(deadline + WELCOME_SECONDS)
-                    return await self._greet(link, reached)
+                    limit.reschedule(None)
+                    async with self._turn(reached) as waited:
+                        deadline += waited
+                        limit.reschedule(deadline + WELCOME_SECONDS)
+                        return await self._greet(link, reached)
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self._worker.worker_id} refuses connections: {error}") from None
             except (OSError, TimeoutError) as error:
@@ -76,9 +81,26 @@ class Opener:
         await asyncio.sleep(seconds)
         return min(max(0.0, self._loop.time() - due), MAX_LATE_SECONDS)
 
+    @asynccontextmanager
+    async def _turn(self, reached: socket.socket) -> AsyncIterator[float]:
+        """Wait for a turn to begin TLS. Yields the seconds waited, which count as this process's own delay."""
+        if self._peers.identity is None:
+            yield 0.0
+            return
+        waits = True
+        try:
+            async with self._identity.handshakes.turn() as waited:
+                waits = False
+                yield waited
+        finally:
+            if waits:
+                reached.close()
+
     async def greet(self, link: ConnectionOwner) -> Connection:
         """Raises OSError, or PeerLostError for another worker or epoch, or without a common version."""
-        return await self._greet(link, await self._reach(CONNECT_SECONDS))
+        reached = await self._reach(CONNECT_SECONDS)
+        async with self._turn(reached):
+            return await self._greet(link, reached)
 
     async def _greet(self, link: ConnectionOwner, reached: socket.socket) -> Connection:
         worker = self._worker

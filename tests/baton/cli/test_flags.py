@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from baton.cli import serve, up
 from baton.cli.main import app
+from baton.local import preflight
 from baton.local.options import UpOptions
 from cluster.config import sources
 from cluster.config.base import flags, settings, size_text
@@ -40,6 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> UpOptions:
     """The options of a `baton up` with these arguments."""
     options: list[UpOptions] = []
     monkeypatch.setattr(up, "run", options.append)
+    # It listens on the default ports, which any other process may have: those of tests are the system's choice.
+    monkeypatch.setattr(preflight, "_check_ports", lambda options: None)
     result = CliRunner().invoke(app, ["up", *arguments])
     assert result.exit_code == 0, result.output or result.exception
     return options[0]

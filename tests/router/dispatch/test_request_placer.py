@@ -59,8 +59,8 @@ async def test_a_full_worker_brings_back_none_that_no_wait_changes(text) -> None
     deadlines = RequestDeadlines(world.services.config, completion, time.monotonic())
     placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), b"")
     placer.excluded = {"lacks": Reason.ADAPTER, "was full": Reason.REFUSED, "lost": Reason.LOST}
-    lying: Any = SimpleNamespace(worker_id="lies")
-    placer.broke_protocol([lying])
+    lies: Any = SimpleNamespace(worker_id="lies")
+    placer.broke_protocol([lies])
     placer.refused_by("full")
     assert placer.excluded == {"lacks": Reason.ADAPTER, "lies": Reason.FAULTY, "full": Reason.REFUSED}
 

@@ -310,6 +310,23 @@ async def test_a_cancel_does_not_wait_for_a_worker_that_is_lost(pair, monkeypatc
     assert await asyncio.wait_for(asking, 5.0) is False
 
 
+@pytest.mark.parametrize("how", ["it breaks", "it is fenced"])
+async def test_a_link_that_ends_at_its_worker_while_it_is_closed_is_closed(how, pair):
+    pair.read()
+    await pair.up()
+    link, connection = pair.link, pair.link._connection
+    closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    assert link._connection is connection, "its tasks have not ended"
+    if how == "it breaks":
+        link.gone(connection, None)
+    else:
+        link.take(connection, link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_FENCED), 0)
+    await closing
+    assert link.state is LinkState.CLOSED and link._connection is None
+    pair.links._links.clear()
+
+
 async def test_what_waits_for_a_worker_that_reads_again_is_sent_at_once(pair):
     """Not only with the next beat."""
     one = pair.read()
