@@ -8,7 +8,7 @@ import ssl
 
 from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.security.tls import Peers
-from router.link.turns import Handshakes
+from router.link.handshakes import Handshakes
 
 
 class RouterIdentity:

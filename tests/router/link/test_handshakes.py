@@ -11,9 +11,9 @@ import pytest
 from baton.local.certs import make_certs
 from cluster.security.identity import make_identity
 from cluster.security.tls import Peers
-from router.link import turns
+from router.link import handshakes
+from router.link.handshakes import Handshakes
 from router.link.links import Links
-from router.link.turns import Handshakes
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
 from tests.router.link.conftest import Pair
@@ -21,8 +21,8 @@ from tests.router.link.conftest import Pair
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(turns, "MAX_HANDSHAKES", 2)
-    monkeypatch.setattr(turns, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(handshakes, "HOLD_SECONDS", 60.0)
 
 
 class Crowd:
@@ -68,7 +68,7 @@ async def test_a_turn_that_is_given_up_as_it_comes_goes_to_the_next():
 
 
 async def test_one_that_is_not_answered_keeps_no_others_waiting(monkeypatch):
-    monkeypatch.setattr(turns, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(handshakes, "HOLD_SECONDS", 0.05)
     crowd = Crowd(5)
     await until(lambda: crowd.begun == [0, 1, 2, 3, 4], "all have begun, and none has ended")
     await crowd.close()
@@ -85,7 +85,7 @@ async def test_a_link_that_waits_for_its_turn_is_not_lost_by_that(tmp_path: Path
     one = pair.read(opened=False, taken_in=False)
     await pair.up()
     async with AsyncExitStack() as others:
-        for _ in range(turns.MAX_HANDSHAKES):
+        for _ in range(handshakes.MAX_HANDSHAKES):
             await others.enter_async_context(pair.links._identity.handshakes.turn())
         pair.cut()
         await asyncio.sleep(1.5)  # longer than a link that broke has
