@@ -267,7 +267,7 @@ class StepBuffers:
         self.table.view(-1).index_copy_(0, where, blocks)
 
     def _load_singles(self, delta: StepDelta) -> None:
-        """A decode step: each item has one token and wants its logits."""
+        """A decode step: one token of each item, and the logits of all."""
         count, arrays = self.num_items, self._slab.arrays
         self.num_singles = self.num_logits = count
         self.most_tokens, self.chunks = 1, []
