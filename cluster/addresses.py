@@ -26,13 +26,6 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen_at(host: str) -> tuple[str, socket.socket]:
-    """A socket that listens on this address only, at a port that the system chooses, and its host:port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    return f"{host}:{listener.getsockname()[1]}", listener
-
-
 def advertised(host: str, advertise_host: str, redis_url: str) -> str:
     """Return the host to register: the configured one, else the address listened on.
 

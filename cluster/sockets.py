@@ -8,6 +8,8 @@ import socket
 from typing import Protocol
 from urllib.parse import unquote
 
+BACKLOG = 128  # connections to a port of ranks that are not accepted yet
+
 
 def tcp_socket(host: str) -> socket.socket:
     """Return a socket of the host's family; a name's is IPv4."""
@@ -29,6 +31,12 @@ def listen(host: str, port: int, backlog: int, *options: tuple[int, int, int]) -
         sock.close()
         raise
     return sock
+
+
+def listen_at(host: str) -> tuple[str, socket.socket]:
+    """A socket that listens on this address only, at a port that the system chooses, and its host:port."""
+    listener = listen(host, 0, BACKLOG)
+    return f"{host}:{listener.getsockname()[1]}", listener
 
 
 def network_of(connection: socket.socket) -> str:

@@ -18,8 +18,8 @@ import torch
 
 from bench.checkpoint import SHAPE, write_model
 from bench.probes.adapter_steps import RANK, step_of, write_adapter
-from cluster.addresses import listen_at
 from cluster.config.worker import EngineConfig
+from cluster.sockets import listen_at
 from engine.build import load_model
 from engine.lora.loaded import LoadedAdapters
 from engine.parallel.group import DistributedGroup

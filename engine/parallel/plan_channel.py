@@ -25,7 +25,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from cluster.addresses import listen_at, split
+from cluster.addresses import split
+from cluster.sockets import listen_at
 
 _KEY = "plans"
 _ADDRESS = struct.Struct("<H16s")  # in the store: port, token

@@ -137,10 +137,8 @@ async def test_a_read_that_fails_is_followed_by_another(members: Members) -> Non
     assert members.redis_ok and members.errors == 1
 
 
-async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(members: Members) -> None:
-    """It answers all the time, and has forgotten slots that it had given out: their workers are there all the same."""
-    answers = [answer(1), [b"generation", [b"1000", b"3"]]]
-    members.redis_ok, members._back_since = True, -1e9
+async def refresh_twice(members: Members, answers: list[Any]) -> None:
+    """With these answers of Redis, of which later ones are left; the worker is there after each."""
 
     async def read(**arguments: Any) -> Any:
         return answers.pop(0)
@@ -149,6 +147,13 @@ async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(me
     for _ in range(2):
         await members.refresh()
         assert [worker.worker_id for worker in members.all] == ["w1"]
+
+
+async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(members: Members) -> None:
+    """It answers all the time, and has forgotten slots that it had given out: their workers are there all the same."""
+    answers = [answer(1), [b"generation", [b"1000", b"3"]]]
+    members.redis_ok, members._back_since = True, -1e9
+    await refresh_twice(members, answers)
 
 
 async def test_workers_that_redis_forgets_because_its_clock_jumped_have_time_to_register(
@@ -159,14 +164,7 @@ async def test_workers_that_redis_forgets_because_its_clock_jumped_have_time_to_
     gone = [b"another", [ahead, b"4"]]
     answers: list[Any] = [answer(1), gone, gone]
     members.redis_ok, members._back_since = True, -1e9
-
-    async def read(**arguments: Any) -> Any:
-        return answers.pop(0)
-
-    members._read = read  # type: ignore[assignment]
-    for _ in range(2):
-        await members.refresh()
-        assert [worker.worker_id for worker in members.all] == ["w1"]
+    await refresh_twice(members, answers)
     clock.now += REGISTER_AGAIN_SECONDS + 1
     await members.refresh()
     assert members.all == [], "it had time to register"

@@ -257,16 +257,10 @@ def test_prompt_only_work_stays_at_the_prefill_worker(http):
 def untouched(cluster):
     """No request of the test is placed on a worker."""
 
-    def calls():
-        found = list[int]()
-
-        def are_known():  # on a busy machine Redis may not have answered the router's last question
-            placement = cluster.view()["placement"]
-            found[:] = placement["calls"], placement["calls_here"]
-            return found[0] is not None
-
-        wait_for(are_known, 30.0, "the router knows the calls of all")
-        return found
+    def calls():  # null while Redis has not answered the router, as on a busy machine
+        wait_for(lambda: cluster.view()["placement"]["calls"] is not None, 30.0, "the calls are known")
+        placement = cluster.view()["placement"]
+        return placement["calls"], placement["calls_here"]
 
     before = calls()
     yield

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cluster.addresses import listen_at
 from cluster.errors import SetupError
+from cluster.sockets import listen_at
 from engine.parallel.group import DistributedGroup, _listening, listening_meanwhile
 from tests.harness.own_address import address_beside_loopback
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.addresses import advertised, listen_at
+from cluster.addresses import advertised
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
+from cluster.sockets import listen_at
 from engine.runner import ModelRunner
 from engine.warm_up import Tell, say
 from kv_transfer.ranks import Rank

@@ -26,7 +26,7 @@ from cluster.errors import SetupError
 from cluster.open_connections import OpenConnections
 from cluster.ray_head import call_ray, within
 from cluster.round_robin import CountedRoundRobin
-from cluster.sockets import network_of
+from cluster.sockets import listen, network_of
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
@@ -111,8 +111,7 @@ class RankListener:
     def __init__(self, host: str, worker_id: str):
         self.key = secrets.token_bytes(32)
         self._worker_id = worker_id
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self._listener = listen(host, 0, BACKLOG)
         self._connected: queue.Queue[tuple[int, Connection]] = queue.Queue()
         self._waiting: CountedRoundRobin[socket.socket] = CountedRoundRobin()  # of the accepting thread alone
         self._lock = threading.Lock()

@@ -26,14 +26,8 @@ ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live", LOAD, UNLOAD})
 # They have places and quotas; every other request is a step of low priority.
 GENERATE = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *(
-            "/v1/responses/input_tokens",
-            "/v1/messages/count_tokens",
-            "/v1/embeddings",
-            "/tokenize",
-            "/detokenize",
-        ),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
     }
 )
 CALLER = "baton.caller"

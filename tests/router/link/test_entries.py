@@ -13,7 +13,7 @@ from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
 from router.link.outgoing import attach_frames
 from tests.harness.waiting import until
-from tests.router.link.conftest import PROMPT, end, tokens
+from tests.router.link.conftest import PROMPT, Pair, end, tokens
 from wire import common_pb2, link_pb2
 
 
@@ -68,9 +68,7 @@ async def test_a_reader_that_fails_when_it_attaches_ends_alone(pair):
 async def test_an_older_connections_answers_are_not_the_newer_ones(pair):
     one = pair.read(opened=False, taken_in=False)
     await pair.up()
-    older = pair.link._connection
-    pair.link.move()
-    await until(lambda: pair.link._connection is not older, "it moved")
+    older = await moved(pair)
     one.taken_in = True
     pair.open(one)
     pair.link.ask(-1.0)
@@ -219,13 +217,19 @@ async def test_an_answer_to_no_cancel_is_skipped(pair):
     assert await one.handle.cancel(5.0) and pair.link.idle
 
 
+async def moved(pair: Pair) -> Any:
+    """Move the link; returns the connection before."""
+    older = pair.link._connection
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    return older
+
+
 async def test_a_piece_on_an_older_connection_is_none_of_the_newer_ones(pair):
     """Both have no order: a late one must not end the token that comes again."""
     one = pair.read()
     await pair.up()
-    older = pair.link._connection
-    pair.link.move()
-    await until(lambda: pair.link._connection is not older, "it moved")
+    older = await moved(pair)
 
     def says(connection: Any, first: int, *, more: bool) -> None:
         piece = link_pb2.HandleToken(handle=one.handle.number, first=first, more=more)
@@ -244,9 +248,7 @@ async def test_what_follows_pieces_on_an_older_connection_does_not_count_without
     """They are sent again on the newer one: their token would be missing before the next one, or before the end."""
     one = pair.read()
     await pair.up()
-    older = pair.link._connection
-    pair.link.move()
-    await until(lambda: pair.link._connection is not older, "it moved")
+    older = await moved(pair)
     number, begun = one.handle.number, link_pb2.WorkerFrame()
     for more in (True, False):
         piece = begun.extras.add(handle=number, first=int(not more), more=more)

@@ -77,7 +77,7 @@ async def test_a_holder_that_was_just_told_to_drain_is_not_taken(
 async def test_where_every_worker_lacks_the_adapter_one_call_places(
     large: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passing over all of them would find nobody, and the membership would be read for each request."""
+    """Passing over all of them would find no worker, and the membership would be read for each request."""
     read = reads_of(large, monkeypatch)
     lacking = {one.worker_id: Reason.ADAPTER for one in large._members.all}
     for _ in range(3):

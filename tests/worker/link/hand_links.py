@@ -156,3 +156,11 @@ def rows(frames: list[link_pb2.WorkerFrame]) -> list[tuple[int, int, int]]:
 
 def done() -> common_pb2.AttemptEnd:
     return common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE)
+
+
+def up(worker: HandWorker, *numbers: int, serial: int = 1) -> HandLink:
+    """A link that has attached these handles and read the answers."""
+    link = HandLink(worker, serial)
+    link.attach(list(numbers))
+    link.read()
+    return link

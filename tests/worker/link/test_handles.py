@@ -8,20 +8,13 @@ import pytest
 
 from cluster.protocol.link import WINDOW_TOKENS
 from tests.harness.waiting import until
-from tests.worker.link.hand_links import HandLink, HandWorker, done, kinds, rows, transfer
+from tests.worker.link.hand_links import HandLink, HandWorker, done, kinds, rows, transfer, up
 from wire import common_pb2, link_pb2
 
 
 @pytest.fixture
 async def worker() -> HandWorker:
     return HandWorker()
-
-
-def up(worker: HandWorker, *numbers: int, serial: int = 1) -> HandLink:
-    link = HandLink(worker, serial)
-    link.attach(list(numbers))
-    link.read()
-    return link
 
 
 async def test_a_list_that_was_not_complete_names_nothing_for_the_next_link(worker):

@@ -18,6 +18,7 @@ from tests.worker.link.hand_links import (
     notices,
     rows,
     transfer,
+    up,
 )
 from wire import link_pb2
 
@@ -25,13 +26,6 @@ from wire import link_pb2
 @pytest.fixture
 async def worker() -> HandWorker:
     return HandWorker()
-
-
-def up(worker: HandWorker, *numbers: int, serial: int = 1) -> HandLink:
-    link = HandLink(worker, serial)
-    link.attach(list(numbers))
-    link.read()
-    return link
 
 
 def tokens(log, begin: int, count: int, choice: int = 0) -> None:

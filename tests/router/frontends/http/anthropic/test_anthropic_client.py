@@ -89,7 +89,7 @@ def test_a_streamed_answer_is_the_whole_one(scripted, client):
 
 
 def test_a_prompt_is_cached_without_an_answer(scripted, client):
-    """Workers draw a token, which is nobody's."""
+    """Workers draw a token, which no answer has."""
     ask = {**ASK, "max_tokens": 0, "tools": [WEATHER], "tool_choice": {"type": "any"}}
     scripted.script([ContentText("x")], "length")
     whole = client.messages.create(**ask)
