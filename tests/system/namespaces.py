@@ -7,6 +7,7 @@ receiver learns nothing of it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,8 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.213.77"
 
 
+# The kernel deletes a namespace and its links some time after `ip netns del` has returned, so that a second network
+# of the same process cannot have the names of the first.
+_numbers = itertools.count()
+
+
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True, timeout=60)
+    if check and done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip() or f'exit {done.returncode}'}")
+    return done
 
 
 def may_make_namespaces() -> bool:
@@ -43,6 +52,7 @@ class Network:
     """`HUB` is the machine itself; every other host has a namespace."""
 
     hosts: Sequence[str]
+    name: str = field(default_factory=lambda: f"bt{os.getpid()}n{next(_numbers)}")
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     cuts: list[tuple[str, str]] = field(default_factory=list)
 
@@ -50,7 +60,7 @@ class Network:
         return f"{SUBNET}.{1 if host == 'hub' else 2 + self.hosts.index(host)}"
 
     def namespace(self, host: str) -> str:
-        return f"bt{os.getpid()}{host}"
+        return f"{self.name}{host}"
 
     def start(
         self, host: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -93,13 +103,13 @@ class Network:
 @contextlib.contextmanager
 def make_network(*hosts: str) -> Iterator[Network]:
     network = Network(hosts)
-    bridge = f"bt{os.getpid()}"
+    bridge = network.name  # of a link's name the kernel takes 15 bytes
     _ip("link", "add", bridge, "type", "bridge")
     try:
         _ip("addr", "add", f"{network.address('hub')}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for index, host in enumerate(hosts):
-            space, outer = network.namespace(host), f"bt{os.getpid()}v{index}"
+            space, outer = network.namespace(host), f"{network.name}v{index}"
             _ip("netns", "add", space)
             _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
             _ip("link", "set", outer, "master", bridge, "up")
@@ -117,6 +127,7 @@ def make_network(*hosts: str) -> Iterator[Network]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
-        for host in hosts:
+        for index, host in enumerate(hosts):
+            _ip("link", "del", f"{network.name}v{index}", check=False)
             _ip("netns", "del", network.namespace(host), check=False)
         _ip("link", "del", bridge, check=False)

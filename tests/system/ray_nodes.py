@@ -226,10 +226,11 @@ def run_ray_nodes(model: Path, logs: Path) -> Iterator[RayNodes]:
 def _keep_logs(directory: Path, logs: Path) -> None:
     for file in directory.glob("*.log"):
         shutil.copy(file, logs)
-    for n in ("one", "two"):
-        shutil.copytree(
-            directory / n / "r",
-            logs / n,
-            ignore=lambda d, names: [x for x in names if x == "sockets" or "plasma" in x],
-            symlinks=True,
-        )
+    for node in HOSTS:
+        if (session := directory / node / "r").exists():  # not when the start failed before Ray's
+            shutil.copytree(
+                session,
+                logs / node,
+                ignore=lambda d, names: [x for x in names if x == "sockets" or "plasma" in x],
+                symlinks=True,
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import urllib.request
@@ -161,3 +162,12 @@ async def _streams_through(lost: list[tuple[str, str]], hosts: Hosts) -> float:
         assert len(tokens) == NEW
         assert not judge(hosts.model, prompt, tokens).wrong
     return max(silences)
+
+
+def test_a_network_starts_while_the_kernel_still_holds_the_one_before():
+    """A process keeps its namespace, and what is in it, after `ip netns del`."""
+    with contextlib.ExitStack() as held:
+        with make_network("a") as first:
+            held.enter_context(Path("/run/netns", first.namespace("a")).open())
+        with make_network("a") as second:
+            assert second.namespace("a") != first.namespace("a")
