@@ -103,6 +103,7 @@ class AttemptLog:
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
         self.is_due = False  # its link sends what is new with the next frame
+        self.begun: ChoiceLog | None = None  # the last one of which a part of a large token was sent
         self._position = position
         self._give_back_room: Callable[[], None] | None = None
 
@@ -145,8 +146,12 @@ class AttemptLog:
 
     @property
     def in_order(self) -> list[ChoiceLog]:
-        """The choices as they are sent: the prompt precedes its answers."""
-        return self.choices if self.prompt is None else [self.prompt, *self.choices[:-1]]
+        """The choices as they are sent: the prompt precedes its answers. Of these, one whose large token was sent in part
+        precedes the others, so that a router has parts of one token per handle in memory."""
+        ordered = self.choices if self.prompt is None else [self.prompt, *self.choices[:-1]]
+        if self.begun is None or not self.begun.part:
+            return ordered
+        return sorted(ordered, key=lambda one: one is not self.begun)
 
     @property
     def ended(self) -> bool:

@@ -200,7 +200,7 @@ class _Rows:
                     self._positions.append(choice.sent)
                     self._tokens.append(choice.tokens[choice.sent - choice.first])
                     self.left -= ROW_BYTES
-                elif not self._extra(handle.number, choice, extra):
+                elif not self._extra(handle, choice, extra):
                     return
                 choice.sent += 1
                 if is_prompt and extra is not None:
@@ -209,9 +209,9 @@ class _Rows:
             if is_prompt and (choice.sent < choice.end or handle.number in self._with_prompt):
                 return
 
-    def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:
+    def _extra(self, handle: Handle, choice: ChoiceLog, token: common_pb2.Token) -> bool:
         """Add the token, or as much of it as fits. Returns whether all of it is sent now."""
-        size = token.ByteSize()
+        number, size = handle.number, token.ByteSize()
         if size <= REPLAY_BYTES:
             if not self.fits(size):
                 return False
@@ -228,7 +228,7 @@ class _Rows:
         entry.token.embedding = token.embedding[first : first + count]
         entry.token.top_logprobs.extend(token.top_logprobs[first : first + count])
         self.left -= entry.ByteSize() + ENTRY_BYTES
-        choice.part = first + count if entry.more else 0
+        handle.log.begun, choice.part = choice, first + count if entry.more else 0
         return not entry.more
 
     def finish(self) -> None:

@@ -209,3 +209,28 @@ async def test_a_large_token_behind_another_begins_with_its_first_piece(worker):
         own = [piece for piece in pieces if piece.token.position == token.position]
         assert len(own) > 1 and own[0].first == 0
         assert [one for piece in own for one in piece.token.top_logprobs] == list(token.top_logprobs)
+
+
+async def test_one_large_token_of_a_handle_is_under_way_at_a_time(worker):
+    """A router joins pieces, and gives all of them up where those of one handle have too many bytes."""
+    log = worker.open(1, 8)
+    link = HandLink(worker, 1, version=1)
+    link.send(attach=[_attach(1, 8)])
+    link.attach([], next_handle=1)
+    link.read()
+    begun: set[int] = set()
+    last: list[tuple[int, int]] = []
+    for position in range(3):
+        for choice in range(8):
+            log.add(choice, position, 7, whole(choice, position, alternatives=7000))
+        for _ in range(10):  # a step ends while tokens of the one before are still on their way
+            for extra in link.read_one().extras:
+                begun.discard(extra.token.choice)
+                if extra.more:
+                    begun.add(extra.token.choice)
+                else:
+                    last.append((extra.token.choice, extra.token.position))
+            assert len(begun) <= 1
+    while len(last) < 24:
+        last += [(one.token.choice, one.token.position) for one in link.read_one().extras if not one.more]
+    assert sorted(last) == [(choice, position) for choice in range(8) for position in range(3)]
