@@ -21,9 +21,9 @@ from router.frontends.http.anthropic.tools import (
     check_choice,
     read_tools,
 )
-from router.frontends.http.grammar_fields import schema_grammar
-from router.frontends.http.neutral_fields import Ignored
-from router.frontends.http.requests import (
+from router.frontends.http.openai.grammar_fields import schema_grammar
+from router.frontends.http.openai.neutral_fields import Ignored
+from router.frontends.http.openai.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
-from router.frontends.http.neutral_fields import Ignored
-from router.frontends.http.requests import (
+from router.frontends.http.openai.neutral_fields import Ignored
+from router.frontends.http.openai.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
