@@ -20,7 +20,7 @@ from cluster.periodic import Periodic
 from cluster.ray_head import RayHeadWatch
 from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
-from worker.adapters import LOOK_SECONDS, AdapterChanges
+from worker.adapters import POLL_SECONDS, AdapterChanges
 from worker.ending import Ending, WorkerFailure
 from worker.health import WITHOUT_RAY_HEAD, Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
@@ -225,7 +225,7 @@ class Worker:
         if self._config.fault_orders is not None:
             self._self_check.start()
         if self._adapters is not None:
-            self._following = Periodic("loading adapters", LOOK_SECONDS, self._adapters.follow)
+            self._following = Periodic("loading adapters", POLL_SECONDS, self._adapters.follow)
             self._following.start()
             await self._adapters.wait_followed()
         self._membership.start()

@@ -37,7 +37,7 @@ RAY_SECONDS = 60.0
 STOP_SECONDS = 20.0
 END_SECONDS = 60.0
 DASHBOARD_SECONDS = 30.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # Set in the chart's pods, but not on the nodes of another cluster.
 SECRETS = ("BATON_SECRET", "BATON_REDIS_URL")
@@ -290,4 +290,4 @@ def _wait_running(dashboard: str, client: Any, names: list[str], seconds: float)
                 raise SetupError(f"{name} does not start: {state.get('message', '')}")
         if time.monotonic() > deadline:
             raise DeadlineError(f"{names} did not run within {seconds:.0f} s: {states}", field="seconds")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)

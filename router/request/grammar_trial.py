@@ -44,7 +44,7 @@ STACK_BYTES = 1 << 20  # threads have 2 MiB or more
 MEMORY_BYTES = 192 << 20  # more than the server has
 SERVER_SECONDS = 60.0  # with reading the tokenizer; only a server that hangs takes longer
 NICE = 5  # beside the router's own work: a third of its share of a processor that both want
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 RETRY_SECONDS = 2.0
 _NO_VERDICT = "no verdict"
 _TOO_MUCH = "it takes too much time, memory or depth"
@@ -291,7 +291,7 @@ def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
     """What the process wrote, and what it does if it has not ended in time: it `works` or `hangs`."""
     raw, began, used, late = b"", time.monotonic(), -1, ""
     while not late:
-        if _is_ready(pipe, select.POLLIN, LOOK_SECONDS):
+        if _is_ready(pipe, select.POLLIN, POLL_SECONDS):
             part = os.read(pipe, 65536)
             if not part:
                 break

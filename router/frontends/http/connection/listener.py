@@ -41,7 +41,7 @@ from router.frontends.http.connection.silent import SilentConnections
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # with TLS, at a time
-LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
+POLL_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
@@ -158,7 +158,7 @@ class HttpServer(uvicorn.Server):
 
     async def _close_silent(self) -> None:
         while True:
-            await asyncio.sleep(min(LOOK_SECONDS, self._seconds))
+            await asyncio.sleep(min(POLL_SECONDS, self._seconds))
             self._close_overdue()
 
     def _close_overdue(self) -> None:

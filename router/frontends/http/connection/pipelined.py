@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from router.frontends.http.connection.acknowledged import client_has_ended
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class PipelineFlow(FlowControl):
@@ -29,7 +29,7 @@ class PipelineFlow(FlowControl):
 
 
 class EndWatch:
-    """Calls `ended` every LOOK_SECONDS in which requests wait and the client has ended."""
+    """Calls `ended` every POLL_SECONDS in which requests wait and the client has ended."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: Sized, ended: Callable[[], None]):
         self._transport = transport
@@ -40,7 +40,7 @@ class EndWatch:
     def start(self) -> None:
         """Watch, if requests wait, until none does."""
         if self._pipeline and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._look)
 
     def stop(self) -> None:
         if self._timer is not None:

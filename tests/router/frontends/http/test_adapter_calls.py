@@ -262,7 +262,7 @@ async def test_a_router_of_one_model_needs_no_name(text):
 async def test_a_load_ends_when_its_adapter_changes_between_two_looks(text, monkeypatch, again):
     """It answered with the digest of what the other call has loaded since, or waited for its whole time."""
     monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", 30.0)
-    monkeypatch.setattr("router.frontends.http.adapters.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("router.frontends.http.adapters.POLL_SECONDS", 0.0)
     cluster = Cluster(text)
     cluster.loads = False
     follow = cluster.follow

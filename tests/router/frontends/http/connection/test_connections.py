@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.frontends.http.connection import protocol
-from router.frontends.http.connection.pipelined import LOOK_SECONDS
+from router.frontends.http.connection.pipelined import POLL_SECONDS
 from tests.harness.waiting import until
 from tests.router.frontends.http.connection.cycles import CYCLES
 from tests.router.frontends.http.connection.own_server import (
@@ -353,7 +353,7 @@ async def test_a_waiting_request_is_answered_though_its_client_sends_no_more(ser
     connection.send(SLOW + GET)
     connection.send_no_more()
     await until(lambda: server.running == 1, "it runs", 5)
-    await asyncio.sleep(3 * LOOK_SECONDS)
+    await asyncio.sleep(3 * POLL_SECONDS)
     server.go_on.set()
     assert (await connection.rest()).count(b"answered") == 2
 
