@@ -27,7 +27,7 @@ from cluster.membership.wanted_adapters import Wanted
 from cluster.protocol.times import REFRESH_SECONDS
 from router.frontends.http.adapters import LOAD, SPREAD_SECONDS, UNLOAD, AdapterCalls
 from router.frontends.http.openapi.document import build_document
-from router.request.adapters import LoadedAdapters
+from router.request.adapters import ModelAdapters
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
@@ -59,8 +59,8 @@ class Cluster:
         )
         self.gateway.services = services
 
-        def of(model: str) -> LoadedAdapters:
-            return LoadedAdapters(
+        def of(model: str) -> ModelAdapters:
+            return ModelAdapters(
                 lambda: members.all,
                 lambda one: self._serves(one, model),
                 lambda: self.wanted,
