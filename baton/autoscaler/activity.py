@@ -17,18 +17,18 @@ Vector = NDArray[np.float64]
 
 
 class _Counter:
-    """A counter at a place of a Flow's vector; `read` takes it from a worker's status."""
+    """A counter at an index of the values; `read` takes it from a worker's status."""
 
-    def __init__(self, place: int, read: Callable[[WorkerStatus], float]):
-        self._place = place
+    def __init__(self, index: int, read: Callable[[WorkerStatus], float]):
+        self._index = index
         self.read = read
 
-    def __get__(self, flow: Flow, owner: type[Flow]) -> float:
-        return float(flow.values[self._place])
+    def __get__(self, activity: Activity, owner: type[Activity]) -> float:
+        return float(activity.values[self._index])
 
 
 @dataclass(frozen=True)
-class Flow:
+class Activity:
     """Differences of counters over `seconds`, of a worker or a pool."""
 
     values: Vector
@@ -54,7 +54,7 @@ class Flow:
         return float(np.interp(seconds, (0.0, *BOUNDS_SECONDS), (0.0, *within))) / self.first_tokens
 
 
-_COUNTERS = [one for one in vars(Flow).values() if isinstance(one, _Counter)]
+_COUNTERS = [one for one in vars(Activity).values() if isinstance(one, _Counter)]
 _SIZE = len(_COUNTERS) + len(BOUNDS_SECONDS)
 
 
@@ -69,14 +69,14 @@ def _vector(one: WorkerStatus) -> Vector:
 
 
 @dataclass
-class Flows:
+class ActivityHistory:
     """History of one pool. The first sample of a worker is the baseline for its later ones."""
 
     _last: dict[str, Vector] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
     _sums: list[Vector] = field(default_factory=list)  # cumulative, at each of _times
 
-    def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
+    def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Activity]:
         """Add samples taken at `now` (monotonic seconds). Returns the activity of each known worker."""
         seconds = now - self._times[-1] if self._times else 0.0
         vectors = {one.name: _vector(one.status) for one in workers}
@@ -94,13 +94,13 @@ class Flows:
         self._times.append(now)
         while self._times[0] < now - KEEP_SECONDS:
             del self._times[0], self._sums[0]
-        return {name: Flow(share) for name, share in shares.items()}
+        return {name: Activity(share) for name, share in shares.items()}
 
-    def over(self, seconds: float, skip: float = 0.0) -> Flow:
+    def over(self, seconds: float, skip: float = 0.0) -> Activity:
         """Sum over `seconds` that end `skip` seconds ago, as far as known."""
         if not self._times:
-            return Flow(np.zeros(_SIZE))
-        return Flow(self._up_to(self._times[-1] - skip) - self._up_to(self._times[-1] - skip - seconds))
+            return Activity(np.zeros(_SIZE))
+        return Activity(self._up_to(self._times[-1] - skip) - self._up_to(self._times[-1] - skip - seconds))
 
     def _up_to(self, time: float) -> Vector:
         return self._sums[max(0, bisect_right(self._times, time) - 1)]
@@ -117,12 +117,12 @@ class Forecast:
 
 
 def forecast(
-    flows: Flows, quantity: Callable[[Flow], float], ahead_seconds: float, mean_seconds: float
+    activity: ActivityHistory, quantity: Callable[[Activity], float], ahead_seconds: float, mean_seconds: float
 ) -> Forecast:
     """Extrapolate the change between two means over `mean_seconds` by `ahead_seconds` plus half of `mean_seconds`, the age
     of a mean. A falling trend is not extrapolated: growing late costs more than shrinking late."""
-    recent, before = flows.over(mean_seconds), flows.over(mean_seconds, skip=mean_seconds)
-    minute = flows.over(SHORT_SHARE * mean_seconds)
+    recent, before = activity.over(mean_seconds), activity.over(mean_seconds, skip=mean_seconds)
+    minute = activity.over(SHORT_SHARE * mean_seconds)
     now = recent.per_second(quantity(recent))
     high = max(now, minute.per_second(quantity(minute)))
     if before.seconds >= mean_seconds * 0.9:
