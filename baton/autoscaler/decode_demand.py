@@ -32,7 +32,7 @@ class StepModel:
     spread: float = 0.0  # Σ w (batch − mean)²
     product: float = 0.0  # Σ w (batch − mean)(seconds − mean)
     seen: dict[int, float] = field(default_factory=dict)  # batch → seconds, of late
-    slope: float | None = None  # seconds a sequence, from when batches last differed enough to tell
+    slope: float | None = None  # seconds per sequence, from when batches last differed enough to tell
 
     def forget(self, seconds: float) -> None:
         """Time goes by."""

@@ -10,7 +10,7 @@ from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
-from router.request.first_call import FirstCall
+from router.request.no_parallel_calls import FirstCall
 from router.request.grammars import RequestedGrammar, json_spec
 from router.text.conversation import Conversation, Tool
 

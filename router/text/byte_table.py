@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from router.text.bound import steps_of
+from router.text.longest_token import steps_of
 from router.text.detokenize import REPLACEMENT, Detokenizer
-from router.text.pieces import byte_level_alphabet
+from router.text.token_bytes import byte_level_alphabet
 
 MAX_VERIFIED = 1 << 19  # ids: about 5 µs each
 _TOGETHER = 16  # ids in one text that is verified

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
-from router.text.bound import steps_of
+from router.text.longest_token import steps_of
 from router.text.contents import SEARCHED_CHARACTERS, prefix_tree
 
 MIN_PIECE_CHARACTERS = 256  # at least, but for the last one

@@ -17,7 +17,7 @@ from cluster.errors import DrainingError
 from tests.harness.virtual_time import VirtualLoop
 from worker.drain import END_SECONDS, POLL_SECONDS, SUCCESSOR_SECONDS, drain
 from worker.health import TICK_SECONDS, Health, Phase
-from worker.leaving import Leaving
+from worker.shutdown import Shutdown
 
 MIGRATE, LIMIT, STALL = 3.0, 8.0, 4.0
 SLACK = 3 * POLL_SECONDS
@@ -94,7 +94,7 @@ class LeavingMachine(RuleBasedStateMachine):
             self.ticking = self.loop.create_task(self.health.tick())
             config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT)
             role: Any = self.role
-            self.worker = Leaving(
+            self.worker = Shutdown(
                 config,
                 role,
                 health=self.health,

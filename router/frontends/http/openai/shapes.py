@@ -14,7 +14,7 @@ from router.frontends.http.openai.parts import WHOLE_VIEW, ChatView, Collected, 
 from router.link.token import Token
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import ADMIN_TIMINGS
-from router.text.pieces import TextOffsets, TokenPieces
+from router.text.token_bytes import TextOffsets, TokenPieces
 from router.text.tokenizer import ModelText
 from wire import inference_pb2
 

@@ -67,7 +67,7 @@ def _end(wait: asyncio.Timeout | None) -> None:
         wait.reschedule(asyncio.get_running_loop().time())
 
 
-class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class HealthCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Serves calls with one message. Handlers from stream to stream read their messages themselves, within limits."""
 
     def __init__(self, write_seconds: float) -> None:

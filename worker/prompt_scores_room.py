@@ -18,7 +18,7 @@ ENTRY_BYTES = 8  # an id and a log probability, as they are packed
 TOKEN_BYTES = 4  # its rank
 
 
-class PromptRoom:
+class PromptScoresRoom:
     def __init__(self, aging_seconds: float, max_bytes: int = MAX_UNREAD_BYTES):
         self._admission = Admission(max_bytes, aging_seconds, engine_full=lambda: True)
 

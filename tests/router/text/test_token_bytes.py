@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.text.pieces import TextOffsets, TokenPieces
+from router.text.token_bytes import TextOffsets, TokenPieces
 from tests.router.text.small_tokenizers import demo, llama2, metaspace
 
 SMILE = "\U0001f642"

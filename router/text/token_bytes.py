@@ -7,7 +7,7 @@ import re
 
 from tokenizers import Tokenizer
 
-from router.text.bound import steps_of
+from router.text.longest_token import steps_of
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

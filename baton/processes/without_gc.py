@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Turn the collector off. torch's modules make half a million objects, none of them garbage: a third of a worker's
     start went into looking for some."""
     enabled = gc.isenabled()

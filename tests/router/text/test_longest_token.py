@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from router.text.bound import most_bytes
+from router.text.longest_token import most_bytes
 from tests.router.text.small_tokenizers import byte_level
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"

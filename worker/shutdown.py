@@ -23,7 +23,7 @@ LAST_EVENT_SECONDS = 0.25
 
 
 @dataclass(eq=False)
-class Leaving:
+class Shutdown:
     """`close` ends everything that is left after the role has been closed."""
 
     config: WorkerConfig

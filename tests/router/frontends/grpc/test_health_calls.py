@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cluster.errors import OverloadedError
-from router.frontends.grpc.other_calls import _Waits
+from router.frontends.grpc.health_calls import _Waits
 from tests.harness.waiting import turns
 
 

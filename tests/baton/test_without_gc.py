@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from baton.processes.uncollected import uncollected
+from baton.processes.without_gc import without_gc
 from baton.workers import start_worker
 from cluster.config.worker import EngineConfig, WorkerConfig
 
@@ -22,20 +22,20 @@ def collector() -> Iterator[None]:
 
 
 def test_the_collector_is_off_inside_and_on_again_after() -> None:
-    with uncollected():
+    with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_it_is_on_again_after_an_import_that_failed() -> None:
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), without_gc():
         raise ImportError
     assert gc.isenabled()
 
 
 def test_where_it_was_off_it_stays_off() -> None:
     gc.disable()
-    with uncollected():
+    with without_gc():
         pass
     assert not gc.isenabled()
 
