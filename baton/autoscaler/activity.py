@@ -13,6 +13,8 @@ from baton.autoscaler.decision import WorkerSample
 from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 KEEP_SECONDS = 3600.0
+RATE_SECONDS = 1800.0  # window of a replica's speed and the length of prompts, which change slowly
+OBJECTIVE_SECONDS = 120.0  # window over which an objective is judged
 Vector = NDArray[np.float64]
 
 

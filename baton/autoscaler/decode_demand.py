@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import WorkerSample
-from baton.autoscaler.activity import ActivityHistory, forecast
+from baton.autoscaler.activity import OBJECTIVE_SECONDS, RATE_SECONDS, ActivityHistory, forecast
 
 ITL_SHARE = 0.85  # share of the objective that is planned for: batches differ and fluctuate
-RATE_SECONDS = 1800.0
-OBJECTIVE_SECONDS = 120.0
 FLUCTUATION = 1.0  # planned margin, in standard deviations of a Poisson number of sequences
 HALF_LIFE_SECONDS = 6 * 3600.0
 NEW_SHARE = 0.1  # of a new look at a batch size, in what is remembered of it

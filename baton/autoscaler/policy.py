@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.autoscaler import pending
+from baton.autoscaler.activity import OBJECTIVE_SECONDS
 from baton.autoscaler.budget import Claim, share_out
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import Decision, Observation, PoolDecision, Reason
 from baton.autoscaler.decode_demand import DecodeDemand
-from baton.autoscaler.pool_target import OBJECTIVE_SECONDS, Need, PoolTarget, pool_target
+from baton.autoscaler.pool_target import Need, PoolTarget, pool_target
 from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import ROLES, Role

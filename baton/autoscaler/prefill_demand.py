@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from baton.autoscaler.config import AutoscalingConfig
-from baton.autoscaler.activity import ActivityHistory, forecast
+from baton.autoscaler.activity import RATE_SECONDS, ActivityHistory, forecast
 
-RATE_SECONDS = 1800.0  # a replica's speed and the length of prompts change slowly
 QUEUE_SHARE = 0.5  # share of the objective for waiting; the rest is for the prompt itself
 VARIABILITY = 1.0  # (deviation / mean)² of prompts' times: about 1 in public traces
 MAX_REPLICAS = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from baton.autoscaler.decode_demand import StepModel
 from baton.autoscaler.activity import ActivityHistory
+from baton.autoscaler.decode_demand import StepModel
 from cluster.config.worker import Role
 
 FOREVER_AGO = float("-inf")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from router.text.longest_token import steps_of
 
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte that no other token covers
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -47,7 +47,7 @@ class TokenPieces:
             if all(character in self._alphabet for character in piece):
                 return bytes(self._alphabet[character] for character in piece)
             return piece.encode()  # an added token: the decoder leaves it as it is
-        if self._falls_back and (byte := _FALLBACK.fullmatch(piece)):
+        if self._falls_back and (byte := FALLBACK.fullmatch(piece)):
             return bytes.fromhex(byte[1])
         # The text that it adds behind another token: the first one of a text may lose its space.
         alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
