@@ -187,7 +187,7 @@ def _read(config: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {config} cannot be read: {error.strerror}", field="config") from error
     except ValueError as error:
-        raise ConfigError(f"--config {config} is no JSON: {error}", field="config") from error
+        raise ConfigError(f"--config {config} is not JSON: {error}", field="config") from error
     if not isinstance(described, dict):
         raise ConfigError(
             f"--config {config} describes no pools: write {{prefill: [worker…], decode: [worker…]}}",
