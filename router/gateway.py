@@ -27,7 +27,7 @@ from router.quota.quota import Use
 from router.request.adapters import ModelAdapters
 from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.permissions import check_model_allowed
 from router.request.served_model import ServedModel, further_models
 from router.request.tool_schemas import checked_plan

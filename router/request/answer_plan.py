@@ -11,7 +11,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
 from router.request.no_parallel_calls import FirstCall
-from router.request.grammars import RequestedGrammar, json_spec
+from router.request.grammar.requested import RequestedGrammar, json_spec
 from router.text.conversation import Conversation, Tool
 
 T = TypeVar("T")

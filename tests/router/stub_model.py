@@ -7,7 +7,7 @@ from typing import Any
 from cluster.config.router import RouterConfig
 from router.request.adapters import Adapters, no_adapters
 from router.request.answer_plan import AnswerPlans, Formats, NoFormats
-from router.request.grammars import GrammarChecks
+from router.request.grammar.requested import GrammarChecks
 from router.request.served_model import ServedModel
 from router.request.validator import Validator
 

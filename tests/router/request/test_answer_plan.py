@@ -10,7 +10,7 @@ from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec
 from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans, NoFormats
-from router.request.grammars import ANY_OBJECT, RequestedGrammar
+from router.request.grammar.requested import ANY_OBJECT, RequestedGrammar
 from router.text.conversation import Conversation, Tool
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")

@@ -17,7 +17,7 @@ from router.frontends.http.anthropic.blocks import read_messages as read_blocks
 from router.frontends.http.responses.tools import _choice
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
-from router.request.schema_walk import too_deep
+from router.request.grammar.schema_walk import too_deep
 from router.text.conversation import Conversation
 from wire import inference_pb2 as pb
 

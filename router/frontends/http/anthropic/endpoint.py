@@ -28,7 +28,7 @@ from router.frontends.http.serving import Admit, ParsedRequest, Reader, Serving,
 from router.frontends.http.openai.tokenize import Tokenizing
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import MAX_REQUEST_ID, Envelope

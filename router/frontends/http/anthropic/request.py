@@ -32,7 +32,7 @@ from router.frontends.http.openai.requests import (
     counted_messages,
 )
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, unsupported, wrong
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import Flag, GenerationOptions, StopStrings, template_effort
 from router.request.tools import tools_size

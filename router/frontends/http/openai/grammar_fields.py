@@ -10,7 +10,7 @@ from pydantic.json_schema import WithJsonSchema
 
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec
 from router.request.fields import unsupported, wrong
-from router.request.grammars import ANY_OBJECT, choice_spec, json_spec, lark_spec, text_spec
+from router.request.grammar.requested import ANY_OBJECT, choice_spec, json_spec, lark_spec, text_spec
 
 _Make = Callable[[Any], GrammarSpec]
 _MAKERS: Mapping[str, _Make] = {

@@ -37,7 +37,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.messages import AnyMessage, chat_size, read_messages
 from router.request.options import (

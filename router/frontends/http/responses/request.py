@@ -29,7 +29,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import (
     AnswerTokens,

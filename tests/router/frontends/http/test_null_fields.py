@@ -15,7 +15,7 @@ from router.frontends.http.openai.requests import ChatCompletionRequest, read_re
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.request import ResponseRequest
 from router.request.fields import RequestModel
-from router.request.grammars import ANY_OBJECT
+from router.request.grammar.requested import ANY_OBJECT
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
 

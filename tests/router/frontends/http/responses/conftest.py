@@ -15,7 +15,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.request.answer_parts import Part
 from router.request.answer_plan import NoFormats
 from router.request.completion import Completion, Delta, Outcome
-from router.request.grammars import ANY_OBJECT
+from router.request.grammar.requested import ANY_OBJECT
 from router.text.conversation import Conversation
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway, served

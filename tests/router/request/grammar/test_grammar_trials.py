@@ -17,9 +17,9 @@ import pytest
 
 from cluster.errors import DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
-from router.request import grammar_trial, grammars
-from router.request.grammar_trial import Finding, GrammarTrials
-from router.request.grammars import GrammarChecks, RequestedGrammar
+from router.request.grammar import requested, trial
+from router.request.grammar.trial import Finding, GrammarTrials
+from router.request.grammar.requested import GrammarChecks, RequestedGrammar
 from tests.harness.waiting import wait_for
 
 SPECS = [GrammarSpec("regex", "a"), GrammarSpec("regex", "b"), GrammarSpec("regex", "c")]
@@ -35,8 +35,8 @@ def works(seconds):
 def quick(monkeypatch):
     """Shorter times of the same order. Each is far above what an empty trial takes."""
     for name, seconds in [("CPU", 0.2), ("TOTAL_CPU", 0.3), ("HANG", 0.2), ("LOOK", 0.02)]:
-        monkeypatch.setattr(grammar_trial, f"{name}_SECONDS", seconds)
-    monkeypatch.setattr(grammar_trial, "_limit", lambda: None)
+        monkeypatch.setattr(trial, f"{name}_SECONDS", seconds)
+    monkeypatch.setattr(trial, "_limit", lambda: None)
 
 
 def ends(number):
@@ -51,8 +51,8 @@ def fails(error):
     raise error
 
 
-TOO_MUCH = (grammar_trial._TOO_MUCH, "0.2 s, 192 MiB", True)
-NO_VERDICT = grammar_trial._NO_VERDICT
+TOO_MUCH = (trial._TOO_MUCH, "0.2 s, 192 MiB", True)
+NO_VERDICT = trial._NO_VERDICT
 
 
 @pytest.mark.parametrize(
@@ -79,24 +79,24 @@ NO_VERDICT = grammar_trial._NO_VERDICT
 def test_processor_time_decides_what_is_too_much(quick, monkeypatch, work, answer):
     """A stopped process stands for one that gets no processor."""
     if answer == NO_VERDICT:
-        monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.4)
-    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: work())
-    found = grammar_trial._in_a_process(None, SPECS)
+        monkeypatch.setattr(trial, "WALL_SECONDS", 0.4)
+    monkeypatch.setattr(trial, "tried", lambda tokenizer, spec: work())
+    found = trial._in_a_process(None, SPECS)
     assert found == answer and type(found) is type(answer)
 
 
 def test_a_fault_of_the_router_is_no_refusal(quick, monkeypatch):
-    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: fails(KeyError("ours")))
-    assert str(grammar_trial._in_a_process(None, SPECS)).endswith("KeyError: 'ours'\n")
-    monkeypatch.setattr(grammar_trial, "_limit", lambda: fails(OSError("no more files")))
-    assert str(grammar_trial._in_a_process(None, SPECS)).endswith("OSError: no more files\n")
-    monkeypatch.setattr(grammar_trial, "_limit", lambda: ends(signal.SIGSEGV))
-    assert grammar_trial._in_a_process(None, SPECS) == NO_VERDICT, "no grammar was begun"
+    monkeypatch.setattr(trial, "tried", lambda tokenizer, spec: fails(KeyError("ours")))
+    assert str(trial._in_a_process(None, SPECS)).endswith("KeyError: 'ours'\n")
+    monkeypatch.setattr(trial, "_limit", lambda: fails(OSError("no more files")))
+    assert str(trial._in_a_process(None, SPECS)).endswith("OSError: no more files\n")
+    monkeypatch.setattr(trial, "_limit", lambda: ends(signal.SIGSEGV))
+    assert trial._in_a_process(None, SPECS) == NO_VERDICT, "no grammar was begun"
 
 
 @pytest.fixture
 async def checks(monkeypatch):
-    monkeypatch.setattr(grammars, "make_tokenizer", lambda *given: None)
+    monkeypatch.setattr(requested, "make_tokenizer", lambda *given: None)
     made = GrammarChecks("{}", 8, (2,))
     yield made
     made.close()
@@ -114,9 +114,9 @@ def stubbed(checks, quick, monkeypatch):
 
     def find(specs):
         trials.append([spec.text for spec in specs])
-        return grammar_trial._in_a_process(None, specs)
+        return trial._in_a_process(None, specs)
 
-    monkeypatch.setattr(grammar_trial, "tried", tried)
+    monkeypatch.setattr(trial, "tried", tried)
     monkeypatch.setattr(checks._trials, "find", find)
     return trials
 
@@ -164,7 +164,7 @@ async def test_a_verdict_is_known_to_its_tenant_only(checks, stubbed):
 
 
 async def test_a_tenants_flood_displaces_its_own_verdicts(checks, stubbed, monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_CHECKED", 4)
+    monkeypatch.setattr(requested, "MAX_CHECKED", 4)
     await checks.check("quiet", *asked_for("own"))
     for _ in range(2):
         await checks.check("flood", *asked_for(*"abcdef"))
@@ -191,10 +191,10 @@ def test_a_router_with_many_files_waits_for_its_pipes():
     ours, theirs = os.pipe()
     far = fcntl.fcntl(ours, fcntl.F_DUPFD, 1024)
     try:
-        assert not grammar_trial._is_ready(far, select.POLLIN, 0.01)
+        assert not trial._is_ready(far, select.POLLIN, 0.01)
         os.write(theirs, b'["verdict", [1]]\n')
         os.close(theirs)
-        assert grammar_trial._read(far, os.getpid()) == ([["verdict", [1]]], "")
+        assert trial._read(far, os.getpid()) == ([["verdict", [1]]], "")
     finally:
         os.close(ours)
         os.close(far)
@@ -203,12 +203,12 @@ def test_a_router_with_many_files_waits_for_its_pipes():
 
 def test_a_process_of_grammars_outlives_its_server_by_seconds(quick, monkeypatch):
     """It also keeps none of the server's pipes, whose end tells the router that the server has ended."""
-    monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.1)
-    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: signal.pause())
+    monkeypatch.setattr(trial, "WALL_SECONDS", 0.1)
+    monkeypatch.setattr(trial, "tried", lambda tokenizer, spec: signal.pause())
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
-        grammar_trial._try_all(None, SPECS, theirs)
+        trial._try_all(None, SPECS, theirs)
     os.close(theirs)
     assert os.read(ours, 65536), "it has begun"
     assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1, 2)] == [os.devnull] * 3
@@ -234,9 +234,9 @@ def test_a_trial_gives_way_to_the_routers_own_work(monkeypatch):
     monkeypatch.setattr(os, "nice", os._exit)
     pid = os.fork()
     if pid == 0:
-        grammar_trial._limit()
+        trial._limit()
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == grammar_trial.NICE > 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == trial.NICE > 0
 
 
 def test_a_closed_router_starts_no_process(monkeypatch):
@@ -255,12 +255,12 @@ def test_a_closed_router_starts_no_process(monkeypatch):
 
 
 def test_a_stopped_process_of_the_checks_takes_no_thread_for_ever(monkeypatch):
-    monkeypatch.setattr(grammar_trial, "SERVER_SECONDS", 0.2)
+    monkeypatch.setattr(trial, "SERVER_SECONDS", 0.2)
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
     try:
         with pytest.raises(OSError, match="hangs"):
-            grammar_trial._write(theirs, bytes(1 << 20))  # more than a pipe holds
+            trial._write(theirs, bytes(1 << 20))  # more than a pipe holds
     finally:
         os.close(ours)
         os.close(theirs)

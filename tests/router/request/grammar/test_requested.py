@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, Kind, grammar_from_wire
-from router.request import grammar_trial
-from router.request.grammar_trial import Finding
-from router.request.grammars import GrammarChecks, RequestedGrammar, choice_spec, json_spec
-from router.request.schema_gaps import gap_of
+from router.request.grammar import trial
+from router.request.grammar.trial import Finding
+from router.request.grammar.requested import GrammarChecks, RequestedGrammar, choice_spec, json_spec
+from router.request.grammar.schema_gaps import gap_of
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
 
@@ -314,12 +314,12 @@ async def test_load_is_no_refusal(checks, monkeypatch):
 
     asked = RequestedGrammar("guided", GrammarSpec("regex", "under load"))
     with monkeypatch.context() as patch:
-        patch.setattr(checks._trials, "_ask", lambda question: json.dumps(grammar_trial._NO_VERDICT))
+        patch.setattr(checks._trials, "_ask", lambda question: json.dumps(trial._NO_VERDICT))
         with pytest.raises(OverloadedError) as caught:
             await checks.check("", asked)
         assert caught.value.retryable and caught.value.retry_after_seconds
     with monkeypatch.context() as patch:
-        patch.setattr("router.request.grammars.CHECK_SECONDS", 0.02)
+        patch.setattr("router.request.grammar.requested.CHECK_SECONDS", 0.02)
         patch.setattr(checks._trials, "find", late)
         with pytest.raises(OverloadedError):
             await checks.check("", asked)
@@ -351,7 +351,7 @@ async def test_whether_a_line_end_may_begin_an_answer_is_found_by_the_library(ch
 
 
 async def test_where_no_process_can_tell_the_error_names_the_field(tmp_path, monkeypatch):
-    monkeypatch.setattr(grammar_trial.GrammarTrials, "_ask", lambda *_: json.dumps("no verdict").encode())
+    monkeypatch.setattr(trial.GrammarTrials, "_ask", lambda *_: json.dumps("no verdict").encode())
     model = make_model_text(tmp_path)
     checks = GrammarChecks((model / "tokenizer.json").read_text(), VOCAB, (2,))
     try:

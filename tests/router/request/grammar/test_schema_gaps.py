@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequestError
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import GrammarSpec
-from router.request.grammar_verdict import tried
+from router.request.grammar.verdict import tried
 from tests.harness.model_text import VOCAB, make_model_text
 
 

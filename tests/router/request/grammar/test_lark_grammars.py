@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.grammar.spec import GrammarSpec
-from router.request.grammars import lark_spec
+from router.request.grammar.requested import lark_spec
 
 
 @pytest.mark.parametrize(

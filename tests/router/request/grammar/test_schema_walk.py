@@ -10,11 +10,11 @@ import pytest
 
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec
-from router.request import schema_walk
-from router.request.grammar_verdict import tried
+from router.request.grammar import schema_walk
+from router.request.grammar.verdict import tried
 from tests.harness.schemas import schema_of
 
-MODEL = Path(__file__).parents[3] / "demo" / "model"
+MODEL = Path(__file__).parents[4] / "demo" / "model"
 ODD = '^[^"]$'
 DRAFTS = {name: f"http://json-schema.org/{name}/schema#" for name in ("draft-04", "draft-06", "draft-07")} | {
     "2019-09": "https://json-schema.org/draft/2019-09/schema",

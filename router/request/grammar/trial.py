@@ -31,7 +31,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from cluster.errors import DrainingError, OverloadedError
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec
-from router.request.grammar_verdict import tried
+from router.request.grammar.verdict import tried
 
 CPU_SECONDS = 1.0  # of a grammar: compiling, and the search for the place of a fault
 TOTAL_CPU_SECONDS = 3.0  # of all grammars of a request
@@ -108,7 +108,7 @@ class GrammarTrials:
     def _ask(self, question: bytes) -> bytes:
         if self._server is None:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "router.request.grammar_trial"],
+                [sys.executable, "-m", "router.request.grammar.trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

@@ -1,6 +1,6 @@
 """Whether one grammar of a client is allowed: it compiles, and its first masks are found in time.
 
-Called within a process that its bounds may end (router/request/grammar_trial.py).
+Called within a process that its bounds may end (router/request/grammar/trial.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import BatonError
 from cluster.grammar.library import make_matcher, reason_of
 from cluster.grammar.spec import GrammarSpec
-from router.request import schema_walk
+from router.request.grammar import schema_walk
 
 MASK_SECONDS = 0.1  # of CPU time, for one token
 WALK_TOKENS = 8

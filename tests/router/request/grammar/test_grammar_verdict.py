@@ -8,7 +8,7 @@ import pytest
 
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec
-from router.request import grammar_verdict
+from router.request.grammar import verdict
 from tests.harness.model_text import VOCAB, make_model_text
 
 LETTERS = GrammarSpec("regex", "[a-z]+")
@@ -18,10 +18,10 @@ def test_a_mask_that_takes_long_is_a_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer((make_model_text(tmp_path) / "tokenizer.json").read_text(), VOCAB, (2,))
-    assert grammar_verdict.tried(tokenizer, LETTERS) is None
-    monkeypatch.setattr(grammar_verdict, "MASK_SECONDS", 0.0)
+    assert verdict.tried(tokenizer, LETTERS) is None
+    monkeypatch.setattr(verdict, "MASK_SECONDS", 0.0)
     reason = "the tokens that it allows take too long to find"
-    assert grammar_verdict.tried(tokenizer, LETTERS) == (reason, "0 s for a token")
+    assert verdict.tried(tokenizer, LETTERS) == (reason, "0 s for a token")
 
 
 class Ends:
@@ -51,7 +51,7 @@ class Ends:
 
 
 def test_what_is_found_only_behind_the_first_token_is_a_reason_too() -> None:
-    assert grammar_verdict._walked(Ends(), LETTERS) == (
+    assert verdict._walked(Ends(), LETTERS) == (
         "it allows no token: no answer ever ends that matches it",
         "",
     )

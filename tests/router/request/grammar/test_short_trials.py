@@ -11,9 +11,9 @@ import pytest
 
 from cluster.errors import DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
-from router.request import grammar_trial, grammars
-from router.request.grammar_trial import Finding
-from router.request.grammars import GrammarChecks, RequestedGrammar
+from router.request.grammar import requested, trial
+from router.request.grammar.trial import Finding
+from router.request.grammar.requested import GrammarChecks, RequestedGrammar
 from tests.harness.waiting import until
 
 
@@ -44,7 +44,7 @@ class Trials:
 
 @pytest.fixture
 async def checks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecks]:
-    monkeypatch.setattr(grammars, "make_tokenizer", lambda *given: None)
+    monkeypatch.setattr(requested, "make_tokenizer", lambda *given: None)
     made = GrammarChecks("{}", 8, (2,))
     yield made
     made.close()
@@ -109,8 +109,8 @@ def test_a_short_trial_decides_nothing_about_what_takes_longer(monkeypatch):
         while time.process_time() < end:
             pass
 
-    monkeypatch.setattr(grammar_trial, "tried", works)
-    monkeypatch.setattr(grammar_trial, "_limit", lambda: None)
+    monkeypatch.setattr(trial, "tried", works)
+    monkeypatch.setattr(trial, "_limit", lambda: None)
     specs = [one.spec for one in asked_for("a", "long", "b")]
-    assert grammar_trial._in_a_process(None, specs, 0.05) == Finding(1, unfinished=True)
-    assert grammar_trial._in_a_process(None, specs[::2], 0.05) == Finding(2)
+    assert trial._in_a_process(None, specs, 0.05) == Finding(1, unfinished=True)
+    assert trial._in_a_process(None, specs[::2], 0.05) == Finding(2)

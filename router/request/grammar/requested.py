@@ -18,8 +18,8 @@ from cluster.grammar.annotations import without_annotations
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long, why_too_many_choices
 from cluster.tenant_cache import TenantCache
-from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
-from router.request.grammar_verdict import NO_LINE_END
+from router.request.grammar.trial import RETRY_SECONDS, GrammarTrials
+from router.request.grammar.verdict import NO_LINE_END
 from router.text import written_numbers
 
 Verdicts = Mapping[bytes, InvalidRequestError | None]  # by grammar; None: it is allowed

@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.rewriting import ESCAPES_NOTHING, escapes_nothing, is_number
-from router.request.schema_bounds import LEAST_INTEGER, Gap, bound_gap
+from router.request.grammar.schema_bounds import LEAST_INTEGER, Gap, bound_gap
 
 _CONTROLS = frozenset(range(32)) - {10}  # with a line end or without it
 _QUOTED = (ord('"'), ord("\\"))

@@ -17,8 +17,8 @@ import orjson
 from cluster.errors import InvalidRequestError
 from cluster.grammar.schema_parts import children, inner_of, levels, names_of, target_of
 from cluster.grammar.spec import GrammarSpec
-from router.request.schema_dialects import RULES, difference
-from router.request.schema_gaps import gap_of
+from router.request.grammar.schema_dialects import RULES, difference
+from router.request.grammar.schema_gaps import gap_of
 
 MAX_DEPTH = 32
 SEARCH_SECONDS = 0.5
