@@ -78,7 +78,11 @@ class _Published(Collector):
 
 
 def of_requests(
-    status: WorkerStatus, attempts: Attempts[Any], queue: Admissions, room: PromptScoresRoom, counts: RequestCounts
+    status: WorkerStatus,
+    attempts: Attempts[Any],
+    queue: Admissions,
+    room: PromptScoresRoom,
+    counts: RequestCounts,
 ) -> WorkerStatus:
     """The status with the requests of a worker of either role."""
     counted = replace(

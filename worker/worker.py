@@ -24,7 +24,6 @@ from worker.adapters import POLL_SECONDS, AdapterChanges
 from worker.ending import Ending, WorkerFailure
 from worker.health import WITHOUT_RAY_HEAD, Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
-from worker.shutdown import Shutdown
 from worker.link.listener import LinkListener
 from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
@@ -34,6 +33,7 @@ from worker.ranks.local import sized
 from worker.role import MakeRole, RoleParts
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
+from worker.shutdown import Shutdown
 from worker.telemetry import WorkerTelemetry
 
 GRACE_SECONDS = 1.0

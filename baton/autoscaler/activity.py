@@ -119,7 +119,10 @@ class Forecast:
 
 
 def forecast(
-    activity: ActivityHistory, quantity: Callable[[Activity], float], ahead_seconds: float, mean_seconds: float
+    activity: ActivityHistory,
+    quantity: Callable[[Activity], float],
+    ahead_seconds: float,
+    mean_seconds: float,
 ) -> Forecast:
     """Extrapolate the change between two means over `mean_seconds` by `ahead_seconds` plus half of `mean_seconds`, the age
     of a mean. A falling trend is not extrapolated: growing late costs more than shrinking late."""

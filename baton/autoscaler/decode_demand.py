@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.autoscaler.activity import OBJECTIVE_SECONDS, RATE_SECONDS, ActivityHistory, forecast
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import WorkerSample
-from baton.autoscaler.activity import OBJECTIVE_SECONDS, RATE_SECONDS, ActivityHistory, forecast
 
 ITL_SHARE = 0.85  # share of the objective that is planned for: batches differ and fluctuate
 FLUCTUATION = 1.0  # planned margin, in standard deviations of a Poisson number of sequences

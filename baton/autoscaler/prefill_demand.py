@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.activity import RATE_SECONDS, ActivityHistory, forecast
+from baton.autoscaler.config import AutoscalingConfig
 
 QUEUE_SHARE = 0.5  # share of the objective for waiting; the rest is for the prompt itself
 VARIABILITY = 1.0  # (deviation / mean)² of prompts' times: about 1 in public traces
@@ -47,7 +47,13 @@ def too_many_late(requests: float, within: float, attainment: float) -> bool:
 class PrefillDemand:
     """Demand from one pool's activity and queue. `offered`: work in fully busy replicas."""
 
-    def __init__(self, config: AutoscalingConfig, activity: ActivityHistory, queued_tokens: float, delay_seconds: float):
+    def __init__(
+        self,
+        config: AutoscalingConfig,
+        activity: ActivityHistory,
+        queued_tokens: float,
+        delay_seconds: float,
+    ):
         long = activity.over(RATE_SECONDS)
         self._config = config
         self.known = long.computed_tokens > 0 and long.prefill_seconds > 0 and long.arrived_requests > 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.output import console, say
 from baton.cli.client_commands import ApiKey, TlsCa, TlsCert, TlsKey, client_tls
+from baton.cli.output import console, say
 
 if TYPE_CHECKING:
     from baton.batch.run import Tally

@@ -30,7 +30,9 @@ TlsCert = Annotated[
     Path | None,
     typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Client certificate, where the routers require one."),
 ]
-TlsKey = Annotated[Path | None, typer.Option(envvar="BATON_CLIENT_TLS_KEY", help="Key of the client certificate.")]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_KEY", help="Key of the client certificate.")
+]
 Grpc = Annotated[str, typer.Option("--target", help="A router's gRPC address; several with commas.")]
 
 

@@ -49,7 +49,9 @@ def pools(
     address: Annotated[str, typer.Option(help="Ray cluster, host:port.")] = "auto",
     deployed: Annotated[
         bool,
-        typer.Option("--deployed", help="The pools run there already: deploy nothing, and end them at the end."),
+        typer.Option(
+            "--deployed", help="The pools run there already: deploy nothing, and end them at the end."
+        ),
     ] = False,
     ready_file: ReadyFile = None,
 ) -> None:

@@ -103,7 +103,8 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
 
     return {
         jobs.MULTIPLY: multiply, jobs.QUANTIZE: quantize, jobs.MULTIPLY_INT8: multiply_int8,
-        jobs.MULTIPLY_TILES: multiply_tiles, jobs.MULTIPLY_WIDE: multiply_wide, jobs.MULTIPLY_IN_ROWS: multiply_in_rows,
+        jobs.MULTIPLY_TILES: multiply_tiles, jobs.MULTIPLY_WIDE: multiply_wide,
+        jobs.MULTIPLY_IN_ROWS: multiply_in_rows,
     }  # fmt: skip
 
 
@@ -214,8 +215,9 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
         return DONE
 
     return {
-        jobs.HEADS: heads, jobs.ATTEND: attend, jobs.PACK_HEADS: pack_heads, jobs.ATTEND_PROMPT: attend_prompt,
-        jobs.HEADS_INT8: heads_int8, jobs.ATTEND_INT8: attend_int8, jobs.GATHER_INT8: gather_int8,
+        jobs.HEADS: heads, jobs.ATTEND: attend, jobs.PACK_HEADS: pack_heads,
+        jobs.ATTEND_PROMPT: attend_prompt, jobs.HEADS_INT8: heads_int8, jobs.ATTEND_INT8: attend_int8,
+        jobs.GATHER_INT8: gather_int8,
         jobs.ATTEND_PROMPT_WIDE: attend_prompt_wide, jobs.ATTEND_PROMPT_WIDE_INT8: attend_prompt_wide_int8,
     }  # fmt: skip
 

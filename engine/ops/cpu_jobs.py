@@ -3,8 +3,8 @@
 The leading thread writes a job into the team's int64 numbers, then the number of its shares. Each thread takes the next
 share by an atomic add. The leader computes shares too, and waits only for those that a helper has begun, so a helper that
 sleeps or has lost its core delays no job. Helpers poll without the interpreter's lock and return after a while without a
-share. This costs 1 to 2 µs per job; two OpenMP threads that sleep between operations need about 60 µs (measured). A list of
-jobs is led by one call: a decode step has about 145.
+share. This costs 1 to 2 µs per job; two OpenMP threads that sleep between operations need about 60 µs (measured). A list
+of jobs is led by one call: a decode step has about 145.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ class CpuCopier:
     def pieces(self, region: CacheRegion, least_bytes: int) -> list[Tensor] | None:
         return pieces(self._cache, region, least_bytes)
 
-    def read(self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool) -> Done[ReadPart]:
+    def read(
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
+    ) -> Done[ReadPart]:
         gather(self._cache, into.view(self._cache.dtype), region)
         return Done(ReadPart([into], digest.digest([into], kind)))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.protocol import kv_format
 from cluster.protocol.kv_heads import head_range
-from kv_transfer.layout.rows import HostPart, CacheRegion
+from kv_transfer.layout.rows import CacheRegion, HostPart
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class PendingDrainNotices:
         self._given_up: dict[str, None] = {}  # oldest first
         self._background_tasks = BackgroundTasks()
 
-    def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: DrainNoticeStream | None = None) -> None:
+    def keep(
+        self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: DrainNoticeStream | None = None
+    ) -> None:
         """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
         waiting = self._waiting.setdefault(self._key(decode), {})
         if stream is None:

@@ -10,8 +10,8 @@ from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
-from router.request.no_parallel_calls import FirstCall
 from router.request.grammar.requested import RequestedGrammar, json_spec
+from router.request.no_parallel_calls import FirstCall
 from router.text.conversation import Conversation, Tool
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import orjson
 from cluster.errors import InvalidRequestError
 from router.request.answer_parts import MAX_CALLED, is_called
 from router.request.fields import refuse, shown
-from router.request.limits import FieldLimits
 from router.request.grammar.schema_walk import too_deep
+from router.request.limits import FieldLimits
 from router.text.conversation import Tool
 from router.text.tokenizer import RESERVED_KWARGS
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from router.text.longest_token import steps_of
 from router.text.detokenize import REPLACEMENT, Detokenizer
+from router.text.longest_token import steps_of
 from router.text.token_bytes import FALLBACK, byte_level_alphabet
 
 MAX_VERIFIED = 1 << 19  # ids: about 5 µs each

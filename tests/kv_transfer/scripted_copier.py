@@ -78,7 +78,9 @@ class ScriptedCopier:
 
     def pieces(self, region: CacheRegion, least_bytes: int) -> None: ...
 
-    def read(self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool) -> Work | None:
+    def read(
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
+    ) -> Work | None:
         def run() -> ReadPart:
             read = self.inner.read(region, into, kind, after, to_host=to_host).result()
             self.unreleased += 1

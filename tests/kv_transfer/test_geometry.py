@@ -51,11 +51,15 @@ def test_every_head_of_every_rank_arrives_once(plain, heads, source_tp, target_t
             span = range(begin, end)
             source_heads = range(flow.head_begin - first, flow.head_end - first)
             gather(
-                sources[flow.source_rank], part, CacheRegion(range(LAYERS), source_heads, span, source_ids[used])
+                sources[flow.source_rank],
+                part,
+                CacheRegion(range(LAYERS), source_heads, span, source_ids[used]),
             )
             target_heads = range(flow.head_begin - base, flow.head_end - base)
             scatter(
-                targets[flow.target_rank], part, CacheRegion(range(LAYERS), target_heads, span, target_ids[used])
+                targets[flow.target_rank],
+                part,
+                CacheRegion(range(LAYERS), target_heads, span, target_ids[used]),
             )
     for target, own in zip(targets, ranges, strict=True):
         assert torch.equal(target, _cache(whole, target_ids, own))

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.decision import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.decode_demand import DecodeDemand, StepModel
-from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus

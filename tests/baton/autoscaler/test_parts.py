@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Observation, PoolDecision, PoolObservation, Reason, WorkerSample
 from baton.autoscaler.decode_demand import StepModel
-from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus

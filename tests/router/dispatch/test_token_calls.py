@@ -12,8 +12,8 @@ from router.dispatch.attempt_events import Source
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
-from router.frontends.http.openai.events import Events
 from router.frontends.http.connection.exchange import Exchange
+from router.frontends.http.openai.events import Events
 from router.frontends.http.openai.requests import StreamOptions
 from router.frontends.http.openai.shapes import CompletionShape
 from router.link.token import PlainToken, Token

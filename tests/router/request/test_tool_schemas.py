@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, grammar_from_wire
-from router.request.grammar import requested
 from router.request.answer_formats import ModelFormats
 from router.request.answer_plan import CHOICE, AnswerPlans
+from router.request.grammar import requested
 from router.request.grammar.requested import ANY_OBJECT, GrammarChecks, RequestedGrammar, json_spec
 from router.request.tool_schemas import MAX_REFUSED, checked_plan
 from router.request.tools import allowed_tools

@@ -34,10 +34,10 @@ from cluster.sockets import network, network_of, readable
 from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.connection.accept_queues import Accepted, AcceptQueues
 from router.frontends.http.connection.acknowledged import TcpState, state_of
-from router.frontends.http.errors import closing_answer
 from router.frontends.http.connection.read_buffer import BufferedReads
 from router.frontends.http.connection.ready import ReadyConnections
 from router.frontends.http.connection.silent import SilentConnections
+from router.frontends.http.errors import closing_answer
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # with TLS, at a time

@@ -32,13 +32,13 @@ from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from cluster.open_connections import OpenConnections
 from cluster.sockets import network
-from router.frontends.http.errors import closing_answer
 from router.frontends.http.connection.exchange import Endpoint, Exchange
 from router.frontends.http.connection.head import why_refused
 from router.frontends.http.connection.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.connection.short_chunks import ShortChunks
 from router.frontends.http.connection.upgrade import read_on
 from router.frontends.http.connection.write_deadline import WriteDeadline
+from router.frontends.http.errors import closing_answer
 
 # Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5

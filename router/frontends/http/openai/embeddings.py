@@ -10,10 +10,10 @@ import orjson
 from pydantic import Field
 
 from router.frontends.embeddings import Vectors, read_inputs, usage_of
-from router.frontends.http.endpoint import CreatingEndpoint
 from router.frontends.http.connection.exchange import Exchange
-from router.frontends.http.gate import caller_of
 from router.frontends.http.connection.long_body import Lists
+from router.frontends.http.endpoint import CreatingEndpoint
+from router.frontends.http.gate import caller_of
 from router.frontends.http.openai.neutral_fields import Ignored
 from router.frontends.http.openai.requests import (
     CLOSED,
@@ -24,8 +24,8 @@ from router.frontends.http.openai.requests import (
     Prompts,
     read_request,
 )
-from router.frontends.http.serving import Admit, ParsedRequest, StreamedAnswer, request_id
 from router.frontends.http.openai.shapes import baton
+from router.frontends.http.serving import Admit, ParsedRequest, StreamedAnswer, request_id
 from router.observe.traces import Arrival
 from router.request.completion import Delta, Outcome
 from router.request.embedding_options import EmbeddingOptions

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from cluster.security.keys import Caller
 from router.frontends.http.answer_size import TOKEN_BYTES, TOKEN_ID_BYTES
-from router.frontends.http.openai.echo import EchoForm
-from router.frontends.http.openai.events import Events
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.gate import caller_of
+from router.frontends.http.openai.echo import EchoForm
+from router.frontends.http.openai.events import Events
 from router.frontends.http.openai.parts import WHOLE_VIEW, ChatView
 from router.frontends.http.openai.requests import (
     ChatCompletionRequest,
@@ -25,8 +25,15 @@ from router.frontends.http.openai.requests import (
     StreamOptions,
     read_request,
 )
+from router.frontends.http.openai.shapes import (
+    ChatShape,
+    CompletionShape,
+    PromptIds,
+    PromptShown,
+    Shape,
+    WholeShape,
+)
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
-from router.frontends.http.openai.shapes import ChatShape, CompletionShape, PromptIds, PromptShown, Shape, WholeShape
 from router.observe.traces import Arrival
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.fields import numbered

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config.router import RouterConfig
-from router.frontends.http.openapi import document
 from router.frontends.http.openai.requests import ChatCompletionRequest, read_request
+from router.frontends.http.openapi import document
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.request import ResponseRequest
 from router.request.fields import RequestModel

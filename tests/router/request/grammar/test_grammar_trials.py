@@ -18,8 +18,8 @@ import pytest
 from cluster.errors import DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
 from router.request.grammar import requested, trial
-from router.request.grammar.trial import Finding, GrammarTrials
 from router.request.grammar.requested import GrammarChecks, RequestedGrammar
+from router.request.grammar.trial import Finding, GrammarTrials
 from tests.harness.waiting import wait_for
 
 SPECS = [GrammarSpec("regex", "a"), GrammarSpec("regex", "b"), GrammarSpec("regex", "c")]

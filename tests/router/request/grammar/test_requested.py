@@ -16,9 +16,9 @@ from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFiel
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_CHOICES, GrammarSpec, Kind, grammar_from_wire
 from router.request.grammar import trial
-from router.request.grammar.trial import Finding
 from router.request.grammar.requested import GrammarChecks, RequestedGrammar, choice_spec, json_spec
 from router.request.grammar.schema_gaps import gap_of
+from router.request.grammar.trial import Finding
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
 

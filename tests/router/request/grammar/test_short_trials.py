@@ -12,8 +12,8 @@ import pytest
 from cluster.errors import DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
 from router.request.grammar import requested, trial
-from router.request.grammar.trial import Finding
 from router.request.grammar.requested import GrammarChecks, RequestedGrammar
+from router.request.grammar.trial import Finding
 from tests.harness.waiting import until
 
 

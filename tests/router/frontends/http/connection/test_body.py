@@ -23,8 +23,8 @@ from cluster.errors import (
 )
 from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
-from router.frontends.http.openai import generate
 from router.frontends.http.connection.body import read_json
+from router.frontends.http.openai import generate
 from router.frontends.http.serving import Serving
 from router.request.json_scan import SCAN_BYTES, JsonScan
 from tests.router.counting_gateway import counting_gateway

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.frontends.http.openai.events import Events
 from router.frontends.http.connection.long_body import Lists
+from router.frontends.http.openai.events import Events
 from router.frontends.http.openai.parts import WHOLE_VIEW, ChatView
 from router.frontends.http.openai.requests import StreamOptions
 from router.frontends.http.openai.shapes import Answer, ChatShape

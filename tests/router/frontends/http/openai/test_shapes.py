@@ -7,8 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from router.frontends.http.openai.events import Events
 from router.frontends.http.connection.long_body import Lists
+from router.frontends.http.openai.events import Events
 from router.frontends.http.openai.requests import StreamOptions
 from router.frontends.http.openai.shapes import (
     Answer,
