@@ -68,26 +68,6 @@ class Formats(Protocol):
         ...
 
 
-class NoFormats:
-    """Answers are not parsed."""
-
-    tool_parser = reasoning_parser = ""
-    has_tool_grammar = False
-
-    def format(
-        self, conversation: Conversation, rendered: str, *, constrained: bool = False
-    ) -> ParserSource | None:
-        return None
-
-    def tool_grammar(
-        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
-    ) -> GrammarSpec:
-        raise ValueError("the model's calls have no parser")
-
-    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
-        return spec
-
-
 class AnswerPlans:
     """Plans answers for one model. `refusal`: why its requests cannot have a grammar; empty if they can."""
 
