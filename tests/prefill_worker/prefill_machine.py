@@ -103,10 +103,10 @@ def count_transitions(machine: StateMachine[Any]) -> None:
     """In REACHED."""
     move = machine.to
 
-    def to(state: Any) -> None:
-        before = machine.state
-        move(state)
-        REACHED.hit(f"{before.value} → {state.value}")
+    def to(new: Any) -> None:
+        old = machine.state
+        move(new)
+        REACHED.hit(f"{old.value} → {new.value}")
 
     machine.to = to
 
