@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from baton.processes.uncollected import uncollected
+from baton.processes.without_gc import without_gc
 from cluster.config.worker import WorkerConfig
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 async def start_worker(config: WorkerConfig) -> Worker:
     """Load the model and serve. Raises ModelError or ConfigError before any port listens."""
     if config.role == "prefill":
-        with uncollected():
+        with without_gc():
             from prefill_worker import worker as prefill
 
         worker: Worker = await prefill.start(config)
     else:
-        with uncollected():
+        with without_gc():
             from decode_worker import worker as decode
 
         worker = await decode.start(config)

@@ -29,7 +29,7 @@ Reply = Literal["responds", "refuses", "silent", "absent"]
 Probe = Callable[[str, float], Reply]
 _RESPONSES: tuple[Reply, ...] = ("responds", "refuses")
 _METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _ATTEMPT_SECONDS = 0.5
 
 
@@ -255,7 +255,7 @@ def call_ray(
     deadline = time.monotonic() + seconds
     stopped = math.inf
     try:
-        while not running.wait(_LOOK_SECONDS):
+        while not running.wait(_POLL_SECONDS):
             if watch.silent_seconds >= RAY_HEAD_LOST_SECONDS:
                 raise SetupError(
                     f"{_sentence(address, watch.silent_seconds)}: {what} was given up; restart the head, and start "

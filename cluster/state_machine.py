@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -12,22 +12,12 @@ S = TypeVar("S", bound=Enum)
 
 
 class StateMachine(Generic[S]):
-    """Holds a state; `to` moves it along `table`, or raises IllegalTransition and changes nothing.
+    """Holds a state; `to` moves it along `table`, or raises IllegalTransition and changes nothing."""
 
-    `on_change(old, new)` is called after each transition.
-    """
-
-    def __init__(
-        self,
-        initial: S,
-        table: Mapping[S, frozenset[S]],
-        name: str = "",
-        on_change: Callable[[S, S], None] | None = None,
-    ):
+    def __init__(self, initial: S, table: Mapping[S, frozenset[S]], name: str = ""):
         self._state = initial
         self._table = table
         self._name = name
-        self._on_change = on_change
 
     @property
     def state(self) -> S:
@@ -39,6 +29,4 @@ class StateMachine(Generic[S]):
     def to(self, new: S) -> None:
         if not self.may(new):
             raise IllegalTransition(f"{self._name}: {self._state.name} may not become {new.name}")
-        old, self._state = self._state, new
-        if self._on_change is not None:
-            self._on_change(old, new)
+        self._state = new

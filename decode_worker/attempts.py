@@ -16,7 +16,7 @@ from wire import common_pb2, decode_pb2, handoff_pb2
 from worker.admission import Admissions
 from worker.attempts import Attempts
 from worker.convert import add_to_log, outcome_counts, outcome_name
-from worker.prompt_room import PromptRoom
+from worker.prompt_scores_room import PromptScoresRoom
 from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
@@ -51,7 +51,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             parts.config.batch_aging_seconds,
             engine_full=parts.host.full,
         )
-        self.prompt_room = PromptRoom(parts.config.batch_aging_seconds)
+        self.prompt_room = PromptScoresRoom(parts.config.batch_aging_seconds)
         self.counts = RequestCounts()  # of requests that are prefilled here
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
         self._at_done = parts.faults.point(Point.DECODE_DONE)

@@ -25,7 +25,7 @@ from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.ring import SlotState, worker_of
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # before the first query: most quarantines end with the peer's own Drained
 QUERY_SECONDS = 5.0  # between two queries about the same peer
 
@@ -60,7 +60,7 @@ class QuarantineWatch:
     async def run(self) -> None:
         """Poll until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             await self.look()
 
     async def look(self) -> None:

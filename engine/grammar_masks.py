@@ -40,7 +40,7 @@ WALL_SECONDS = 10.0  # of a thread that waits, or does not get the processor
 SLOW_SECONDS = 0.02  # of processor time: a grammar with such a mask waits with others of its kind
 # So many times what the mask took: of what the quick ones wait for, slow masks are a small part.
 SLOW_TIMES = 50
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 REST_SECONDS = 0.005  # where nothing else can be computed
 # Of a step, the part of the last step's time for which it waits for masks, and the least
 STEP_PART, STEP_SECONDS = 0.25, 0.002
@@ -236,7 +236,7 @@ class GrammarMasks:
             return None
         self.prepare([sequence])
         future = self._filling.pop(sequence)
-        while not (future.done() or wait([future], LOOK_SECONDS).done):
+        while not (future.done() or wait([future], POLL_SECONDS).done):
             self._give_up()
         return future.result()
 

@@ -60,7 +60,7 @@ def value_axis(values: Sequence[float], start: float, end: float, *, from_zero: 
     return Axis(0.9 * low, 1.05 * high, start, end)
 
 
-def cdf_plot(groups: Sequence[Series], format_x: Format, marks: Sequence[float] = (0.5, 0.9, 0.99)) -> str:
+def cdf_plot(groups: Sequence[Series], format_x: Format) -> str:
     """Share of values at or below x. Each series' points are (value, anything); p50, p90, p99 are marked."""
     values = [value for group in groups for value, _ in group.points]
     x = value_axis(values, LEFT, WIDTH - RIGHT)
@@ -69,7 +69,7 @@ def cdf_plot(groups: Sequence[Series], format_x: Format, marks: Sequence[float] 
     for group in groups:
         ordered = sorted(value for value, _ in group.points)
         parts.append(_path(_steps(ordered), x, y, group.css))
-        for mark in marks:
+        for mark in (0.5, 0.9, 0.99):
             value = ordered[min(len(ordered) - 1, math.ceil(mark * len(ordered)) - 1)]
             note = f"{group.name} p{mark * 100:.0f}: {format_x(value)}".strip()
             parts.append(_dot(x(value), y(mark), group.css, 3.5, note))

@@ -21,7 +21,7 @@ from wire import handoff_pb2
 from worker.admission import Admissions
 from worker.convert import add_to_log, request_from_wire, token_to_wire
 from worker.engine_host import must_compile
-from worker.prompt_room import PromptRoom
+from worker.prompt_scores_room import PromptScoresRoom
 from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
@@ -35,7 +35,7 @@ class Prefilling:
         self.admission = Admissions(
             2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds
         )
-        self.prompt_room = PromptRoom(parts.config.batch_aging_seconds)
+        self.prompt_room = PromptScoresRoom(parts.config.batch_aging_seconds)
         self.counts = RequestCounts()
         self.by_engine_id: dict[str, PrefillAttempt] = {}  # attempts that the engine has
         self._freeing = BackgroundTasks()  # free the blocks of ended attempts once no write reads them

@@ -24,10 +24,10 @@ from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
-from router.request.adapters import LoadedAdapters
+from router.request.adapters import ModelAdapters
 from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.permissions import check_model_allowed
 from router.request.served_model import ServedModel, further_models
 from router.request.tool_schemas import checked_plan
@@ -137,11 +137,11 @@ class RequestGateway:
         serving = [one for one in self.models if one.validator.limits.serves(name)] or [self.first]
         return next((one for one in serving if one.validator.limits.keeps(name)), serving[0])
 
-    def _adapters_of(self, model: str) -> LoadedAdapters:
+    def _adapters_of(self, model: str) -> ModelAdapters:
         """Those that the model's workers have loaded, or are to load."""
         # Workers without a name serve the first model
         registered = (model, "") if model == self.config.served_name else (model,)
-        return LoadedAdapters(
+        return ModelAdapters(
             lambda: self.services.members.all,
             lambda one: self.services.placement.eligibility.serves(one, model),
             lambda: self.services.wanted_adapters.wanted,

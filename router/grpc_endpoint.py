@@ -24,7 +24,7 @@ from cluster.rpc.pending_calls import pending_calls
 from cluster.security.identity import Identity
 from cluster.security.tls import listen
 from router.frontends.grpc.gate import KeyInterceptor
-from router.frontends.grpc.other_calls import OtherCalls
+from router.frontends.grpc.health_calls import HealthCalls
 from router.frontends.grpc.reflection import ReflectionService
 from router.frontends.grpc.service import SERVICE, InferenceService
 from router.gateway import RequestGateway
@@ -86,7 +86,7 @@ class GrpcEndpoint:
         self._ask_clients = ask_clients
         interceptors = [
             *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
-            OtherCalls(config.write_seconds),
+            HealthCalls(config.write_seconds),
         ]
         self._servers = [
             grpc.aio.server(interceptors=interceptors, options=grpc_options(config))

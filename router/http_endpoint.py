@@ -13,12 +13,12 @@ from cluster.security.identity import Identity
 from cluster.security.tls import ListenerContext
 from router.admission.descriptors import max_silent
 from router.frontends.http.app import Generation, build_routes
+from router.frontends.http.connection.exchange import Endpoint, Exchange
+from router.frontends.http.connection.listener import HttpServer
+from router.frontends.http.connection.protocol import limited
 from router.frontends.http.cors import Cors
 from router.frontends.http.errors import failure_response
-from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.gate import Gate
-from router.frontends.http.listener import HttpServer
-from router.frontends.http.protocol import limited
 from router.gateway import RequestGateway
 from router.listening import listen_http
 from router.processes.http import SharedHttpServer, counted

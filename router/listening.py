@@ -27,7 +27,7 @@ SEND_BUFFER_BYTES = 256 << 10
 # Nothing more waits then: handshakes that had begun are over, first bytes of requests have arrived.
 QUIET_SECONDS = 0.1
 MAX_QUIET_SECONDS = 1.0
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 # Of clients' addresses, each with a queue of its own: of connections at the HTTP port, of calls at the gRPC port.
 ADDRESS_SHARES = 8
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # asm-generic/socket.h
@@ -219,4 +219,4 @@ async def accepted_all(sockets: Sequence[socket.socket]) -> None:
     while (now := time.monotonic()) - quiet_since < QUIET_SECONDS and now - began < MAX_QUIET_SECONDS:
         if poll.poll(0):
             quiet_since = now
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)

@@ -46,7 +46,7 @@ from router.rights import redis_rights
 from router.text.tokenizer import ModelText
 
 REFRESH_SECONDS = 0.5
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 QUIET_SECONDS = 0.5
 # Python's default scans the objects of every stream after each 700 new ones, and as few objects are left after the freeze,
 # it makes full collections often. Few objects here are in cycles: collecting them this late costs some MiB. No collection
@@ -174,8 +174,8 @@ class Router:
         while (
             self.gateway.admission.in_flight or quiet < self._quiet_seconds()
         ) and time.monotonic() < deadline:
-            quiet = 0.0 if self.gateway.admission.in_flight else quiet + LOOK_SECONDS
-            await asyncio.sleep(LOOK_SECONDS)
+            quiet = 0.0 if self.gateway.admission.in_flight else quiet + POLL_SECONDS
+            await asyncio.sleep(POLL_SECONDS)
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
 

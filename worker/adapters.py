@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 RETRY_SECONDS = 30.0  # after an adapter could not be loaded
 START_SECONDS = 10.0  # for which a worker that starts waits for adapters
 Pairs = tuple[tuple[str, str], ...]  # name, digest
@@ -95,7 +95,7 @@ class AdapterChanges:
         return encode(dict(self.refusals))
 
     async def follow(self) -> None:
-        """Load and unload as Redis says, and read it again every LOOK_SECONDS; return once nothing is being loaded."""
+        """Load and unload as Redis says, and read it again every POLL_SECONDS; return once nothing is being loaded."""
         try:
             await self._follow()
         finally:
@@ -111,7 +111,7 @@ class AdapterChanges:
                 if not self._loading:
                     break
                 done, _ = await asyncio.wait(
-                    self._loading, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    self._loading, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
                 if self._stopped:
                     return
@@ -301,7 +301,7 @@ class AdapterChanges:
         former = self.refusals.get(key[0])
         if former is None:
             raise _NotWantedError  # since this was tried
-        wait = 0.0 if former.final else LOOK_SECONDS
+        wait = 0.0 if former.final else POLL_SECONDS
         return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
 
     async def _read(self, key: _Key, lane: int) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 SUCCESSOR_SECONDS = 0.5  # between two reads of the registry
 END_SECONDS = 2.0  # for routers to read the ends of their attempts
 RETURN_SECONDS = 10.0  # for the engine to end a step in progress
@@ -63,7 +63,7 @@ async def drain(
                     await role.return_waiting()
             if elapsed >= migrate_seconds:
                 break
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
     if role.idle() or not healthy():
         return
     log.info("%s: returning unfinished requests to their routers", worker_id)
@@ -74,4 +74,4 @@ async def drain(
         log.error("%s: not all requests could be returned within %.0f s", worker_id, RETURN_SECONDS)
     deadline = clock() + END_SECONDS
     while not role.idle() and clock() < deadline:
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)

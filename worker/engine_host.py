@@ -28,7 +28,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 ROUND_SECONDS = 0.005  # of commands between two steps
-JOIN_LOOK_SECONDS = 0.1
+JOIN_POLL_SECONDS = 0.1
 # A third of the weight of other threads: a tenant that sends a new grammar with each request would slow down all steps.
 COMPILE_NICE = 5
 GRAMMAR_SECONDS = 10.0  # one takes less than a second; they are compiled one after another, tenants in turn
@@ -76,7 +76,7 @@ class EngineHost:
     def _join(self) -> None:
         deadline = self.clock() + self.step_stall_seconds
         while self._thread.is_alive() and self.healthy() and self.clock() < deadline:
-            self._thread.join(JOIN_LOOK_SECONDS)
+            self._thread.join(JOIN_POLL_SECONDS)
         self._thread.join(LAST_SECONDS)
 
     @property

@@ -22,7 +22,7 @@ from worker.health import Health
 from worker.identity import WorkerIdentity
 from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
-from worker.prompt_room import PromptRoom
+from worker.prompt_scores_room import PromptScoresRoom
 from worker.request_counts import RequestCounts
 
 
@@ -78,7 +78,11 @@ class _Published(Collector):
 
 
 def of_requests(
-    status: WorkerStatus, attempts: Attempts[Any], queue: Admissions, room: PromptRoom, counts: RequestCounts
+    status: WorkerStatus,
+    attempts: Attempts[Any],
+    queue: Admissions,
+    room: PromptScoresRoom,
+    counts: RequestCounts,
 ) -> WorkerStatus:
     """The status with the requests of a worker of either role."""
     counted = replace(
@@ -90,7 +94,7 @@ def of_requests(
     return counts.onto(counted)
 
 
-def of_queue(queue: Admissions, room: PromptRoom, ended: Mapping[str, float]) -> list[ScrapedMetric]:
+def of_queue(queue: Admissions, room: PromptScoresRoom, ended: Mapping[str, float]) -> list[ScrapedMetric]:
     """Prompts that wait for their turn, or before it for room: all of them at a prefill worker, local prefills at a decode
     worker."""
 

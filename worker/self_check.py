@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cluster.errors import BatonError
 from worker.engine_host import EngineHost
 
-LOOK_SECONDS = 0.3
+POLL_SECONDS = 0.3
 
 
 class SelfCheck:
@@ -34,7 +34,7 @@ class SelfCheck:
     async def run(self) -> None:
         """Check until cancelled, the engine stops, or a check fails."""
         while not self.failure:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             try:
                 self._check_role()
                 await self._host.call(lambda engine: engine.check_integrity())

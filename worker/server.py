@@ -15,11 +15,10 @@ from cluster.protocol.link import MAX_AGE_SECONDS
 from cluster.rpc import connections, errors
 from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
+from cluster.rpc.message_size import MESSAGE_LIMITS
 from cluster.rpc.pending_calls import pending_calls
 from cluster.security.tls import Peers
 
-# On the gRPC transport a part is one message; a prompt has 4 bytes per token.
-MAX_MESSAGE_BYTES = 64 << 20
 MAX_HEALTH_WATCHERS = 256
 # Routers and prefill workers keep one each. With TLS, the handshake ends others.
 MAX_CONNECTIONS = 1024
@@ -31,8 +30,7 @@ MAX_CONNECTION_SECONDS = MAX_AGE_SECONDS
 
 OPTIONS: list[tuple[str, int]] = [
     UNCOMPRESSED,
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_LIMITS,
     ("grpc.so_reuseport", 0),  # otherwise two workers on one port would share it silently
     # Routers and workers send pings on idle streams; without these options the server refuses them.
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),

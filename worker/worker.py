@@ -20,11 +20,10 @@ from cluster.periodic import Periodic
 from cluster.ray_head import RayHeadWatch
 from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
-from worker.adapters import LOOK_SECONDS, AdapterChanges
+from worker.adapters import POLL_SECONDS, AdapterChanges
 from worker.ending import Ending, WorkerFailure
 from worker.health import WITHOUT_RAY_HEAD, Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
-from worker.leaving import Leaving
 from worker.link.listener import LinkListener
 from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
@@ -34,6 +33,7 @@ from worker.ranks.local import sized
 from worker.role import MakeRole, RoleParts
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
+from worker.shutdown import Shutdown
 from worker.telemetry import WorkerTelemetry
 
 GRACE_SECONDS = 1.0
@@ -88,7 +88,7 @@ class Worker:
         self._ray_head: RayHeadWatch | None = None
         self._role = make_role(self._parts(peers, faults))
         self._ending.on_failure(self._failed)
-        self._leaving = self._make_leaving(config)
+        self._shutdown = self._make_shutdown(config)
         self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
         self._health.watch(
             engine_moves=self._engine.host.healthy,
@@ -108,8 +108,8 @@ class Worker:
             rejoin=self._rejoin,
         )
 
-    def _make_leaving(self, config: WorkerConfig) -> Leaving:
-        return Leaving(
+    def _make_shutdown(self, config: WorkerConfig) -> Shutdown:
+        return Shutdown(
             config,
             self._role,
             health=self._health,
@@ -225,7 +225,7 @@ class Worker:
         if self._config.fault_orders is not None:
             self._self_check.start()
         if self._adapters is not None:
-            self._following = Periodic("loading adapters", LOOK_SECONDS, self._adapters.follow)
+            self._following = Periodic("loading adapters", POLL_SECONDS, self._adapters.follow)
             self._following.start()
             await self._adapters.wait_followed()
         self._membership.start()
@@ -236,7 +236,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Finish what runs within the drain limit, return the rest to routers, then leave. Once, however often called."""
-        await self._leaving.stop()
+        await self._shutdown.stop()
 
     # --- called by its parts -----------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class Worker:
         return self.epoch
 
     async def _drain_and_fail(self, reason: str) -> None:
-        await self._leaving.drain()
+        await self._shutdown.drain()
         self._ending.fail(InternalError(reason))
 
     async def _close(self) -> None:

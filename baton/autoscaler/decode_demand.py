@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.autoscaler.activity import OBJECTIVE_SECONDS, RATE_SECONDS, ActivityHistory, forecast
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import WorkerSample
-from baton.autoscaler.flows import Flows, forecast
 
 ITL_SHARE = 0.85  # share of the objective that is planned for: batches differ and fluctuate
-RATE_SECONDS = 1800.0
-OBJECTIVE_SECONDS = 120.0
 FLUCTUATION = 1.0  # planned margin, in standard deviations of a Poisson number of sequences
 HALF_LIFE_SECONDS = 6 * 3600.0
 NEW_SHARE = 0.1  # of a new look at a batch size, in what is remembered of it
@@ -32,7 +30,7 @@ class StepModel:
     spread: float = 0.0  # Σ w (batch − mean)²
     product: float = 0.0  # Σ w (batch − mean)(seconds − mean)
     seen: dict[int, float] = field(default_factory=dict)  # batch → seconds, of late
-    slope: float | None = None  # seconds a sequence, from when batches last differed enough to tell
+    slope: float | None = None  # seconds per sequence, from when batches last differed enough to tell
 
     def forget(self, seconds: float) -> None:
         """Time goes by."""
@@ -84,13 +82,13 @@ class StepModel:
 
 
 class DecodeDemand:
-    """`arrivals` are the flows of all prefilling workers: their requests become output here a moment later."""
+    """`arrivals` is the activity of all prefilling workers: their requests become output here a moment later."""
 
     def __init__(
         self,
         config: AutoscalingConfig,
-        flows: Flows,
-        arrivals: Sequence[Flows],
+        activity: ActivityHistory,
+        arrivals: Sequence[ActivityHistory],
         workers: Sequence[WorkerSample],
         model: StepModel,
         delay_seconds: float,
@@ -99,15 +97,15 @@ class DecodeDemand:
         self._itl_seconds = ITL_SHARE * config.itl_objective_seconds
         self.batch_limit = model.batch_within(self._itl_seconds) if self.known else 0.0
         mean = config.load_seconds
-        seen = forecast(flows, lambda flow: flow.output_tokens, delay_seconds, mean).high
+        seen = forecast(activity, lambda one: one.output_tokens, delay_seconds, mean).high
         coming = sum(
-            forecast(one, lambda flow: flow.arrived_requests, delay_seconds, mean).high for one in arrivals
+            forecast(one, lambda one: one.arrived_requests, delay_seconds, mean).high for one in arrivals
         )
-        long = flows.over(RATE_SECONDS)
+        long = activity.over(RATE_SECONDS)
         requests = sum(one.over(RATE_SECONDS).arrived_requests for one in arrivals)
         self.tokens_each = long.output_tokens / requests if requests > 0 else 0.0
         self.rate = max(seen, coming * self.tokens_each)
-        lately = flows.over(OBJECTIVE_SECONDS)
+        lately = activity.over(OBJECTIVE_SECONDS)
         self.step_seconds = lately.step_seconds / lately.steps if lately.steps > 0 else 0.0
         self._guess = model.slope is None
         statuses = [one.status for one in workers]

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.autoscaler import pending
+from baton.autoscaler.activity import OBJECTIVE_SECONDS
 from baton.autoscaler.budget import Claim, share_out
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import Decision, Observation, PoolDecision, Reason
 from baton.autoscaler.decode_demand import DecodeDemand
-from baton.autoscaler.pool_target import OBJECTIVE_SECONDS, Need, PoolTarget, pool_target
+from baton.autoscaler.pool_target import Need, PoolTarget, pool_target
 from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import ROLES, Role
@@ -62,10 +63,10 @@ def decide_all(models: Sequence[Model], seen: Sequence[Observation], now: float)
 
 
 def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
-    state.prefill.flows.update(now, seen.prefill.workers)
+    state.prefill.activity.update(now, seen.prefill.workers)
     state.step_model.forget(now - (state.decided_at if state.decided_at is not None else now))
     state.decided_at = now
-    for share in state.decode.flows.update(now, seen.decode.workers).values():
+    for share in state.decode.activity.update(now, seen.decode.workers).values():
         # Steps that include a prompt do not count for decoding.
         if share.steps > 0 and share.prefill_seconds <= 0.05 * share.step_seconds:
             state.step_model.add(
@@ -79,12 +80,12 @@ def _delay(config: AutoscalingConfig, role: Role) -> float:
 
 
 def _prefill(config: AutoscalingConfig, state: PolicyState, seen: Observation) -> Need:
-    flows = state.prefill.flows
+    activity = state.prefill.activity
     queued = sum(max(0, one.status.queued_prefill_tokens) for one in seen.prefill.workers)
-    demand = PrefillDemand(config, flows, queued, _delay(config, "prefill"))
-    lately = flows.over(OBJECTIVE_SECONDS)
+    demand = PrefillDemand(config, activity, queued, _delay(config, "prefill"))
+    lately = activity.over(OBJECTIVE_SECONDS)
     within = lately.first_tokens_within(config.ttft_objective_seconds)
-    minute = flows.over(config.interval_seconds * 1.5)
+    minute = activity.over(config.interval_seconds * 1.5)
     return Need(
         now=demand.needed(),
         safe=demand.needed(1.0 + config.scale_down_margin),
@@ -100,16 +101,16 @@ def _prefill(config: AutoscalingConfig, state: PolicyState, seen: Observation) -
 
 def _at_decode(state: PolicyState, seen: Observation) -> bool:
     """Without prefill workers decode workers may prefill, and arrivals are counted there."""
-    return not seen.prefill.workers and state.decode.flows.over(OBJECTIVE_SECONDS).arrived_requests > 0
+    return not seen.prefill.workers and state.decode.activity.over(OBJECTIVE_SECONDS).arrived_requests > 0
 
 
 def _decode(config: AutoscalingConfig, state: PolicyState, seen: Observation) -> Need:
-    flows = state.decode.flows
-    arrivals = (state.prefill.flows, flows)
+    activity = state.decode.activity
+    arrivals = (state.prefill.activity, activity)
     workers = seen.decode.workers
-    demand = DecodeDemand(config, flows, arrivals, workers, state.step_model, _delay(config, "decode"))
+    demand = DecodeDemand(config, activity, arrivals, workers, state.step_model, _delay(config, "decode"))
     by_kv = demand.needed_for_kv() > demand.needed_for_tokens()
-    asked = flows.over(config.interval_seconds * 1.5).output_tokens > 0 or demand.sequences > 0
+    asked = activity.over(config.interval_seconds * 1.5).output_tokens > 0 or demand.sequences > 0
     return Need(
         now=demand.needed(),
         safe=demand.needed(1.0 + config.scale_down_margin),

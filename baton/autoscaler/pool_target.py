@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from baton.autoscaler.activity import OBJECTIVE_SECONDS
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import PoolObservation, Reason
 from baton.autoscaler.state import PoolState
 from cluster.config.worker import Role
 
-OBJECTIVE_SECONDS = 120.0  # window over which an objective is judged
 MAX_SHRINK = 0.34  # of a pool at a time
 # Factor per decision: measurements of an overloaded cluster overestimate the need
 MAX_GROWTH = 2

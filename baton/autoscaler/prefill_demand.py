@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
+from baton.autoscaler.activity import RATE_SECONDS, ActivityHistory, forecast
 from baton.autoscaler.config import AutoscalingConfig
-from baton.autoscaler.flows import Flows, forecast
 
-RATE_SECONDS = 1800.0  # a replica's speed and the length of prompts change slowly
 QUEUE_SHARE = 0.5  # share of the objective for waiting; the rest is for the prompt itself
 VARIABILITY = 1.0  # (deviation / mean)² of prompts' times: about 1 in public traces
 MAX_REPLICAS = 4096
@@ -46,10 +45,16 @@ def too_many_late(requests: float, within: float, attainment: float) -> bool:
 
 
 class PrefillDemand:
-    """Demand from one pool's flows and queue. `offered`: work in fully busy replicas."""
+    """Demand from one pool's activity and queue. `offered`: work in fully busy replicas."""
 
-    def __init__(self, config: AutoscalingConfig, flows: Flows, queued_tokens: float, delay_seconds: float):
-        long = flows.over(RATE_SECONDS)
+    def __init__(
+        self,
+        config: AutoscalingConfig,
+        activity: ActivityHistory,
+        queued_tokens: float,
+        delay_seconds: float,
+    ):
+        long = activity.over(RATE_SECONDS)
         self._config = config
         self.known = long.computed_tokens > 0 and long.prefill_seconds > 0 and long.arrived_requests > 0
         self.queued_tokens = queued_tokens
@@ -57,7 +62,7 @@ class PrefillDemand:
         self.speed = long.computed_tokens / long.prefill_seconds if self.known else 0.0
         # Cached tokens cost nothing: only tokens that must be computed are offered work.
         share = min(1.0, long.computed_tokens / long.arrived_tokens) if long.arrived_tokens > 0 else 1.0
-        coming = forecast(flows, lambda flow: flow.arrived_tokens, delay_seconds, config.load_seconds)
+        coming = forecast(activity, lambda one: one.arrived_tokens, delay_seconds, config.load_seconds)
         self.rate = coming.high * share
         self.offered = self.rate / self.speed if self.known else 0.0
         requests = long.arrived_requests

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.decode_demand import StepModel
-from baton.autoscaler.flows import Flows
 from cluster.config.worker import Role
 
 FOREVER_AGO = float("-inf")
@@ -14,7 +14,7 @@ FOREVER_AGO = float("-inf")
 
 @dataclass
 class PoolState:
-    flows: Flows = field(default_factory=Flows)
+    activity: ActivityHistory = field(default_factory=ActivityHistory)
     target: int | None = None  # of the last decision
     changed_at: float = FOREVER_AGO
     more_since: float | None = None  # since when more is needed continuously

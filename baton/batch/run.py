@@ -71,7 +71,7 @@ def _opened(source: Path, target: Path) -> Iterator[BinaryIO]:
     if source.exists() and not (source.is_file() or source.is_dir()):
         # A pipe would be empty the second time, and nothing of it would be sent.
         raise ConfigError(
-            f"{source} is no regular file: a batch reads its input twice; save it first", field="input"
+            f"{source} is not a regular file: a batch reads its input twice; save it first", field="input"
         )
     try:
         lock = target.open("a+b", buffering=0)

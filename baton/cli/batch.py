@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.client_commands import ApiKey, TlsCa, TlsCert, TlsKey, client_tls
 from baton.cli.output import console, say
-from baton.cli.talk import ApiKey, TlsCa, TlsCert, TlsKey, client_tls
 
 if TYPE_CHECKING:
     from baton.batch.run import Tally
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def batch(
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="Requests, one a line.", show_default=False)
+        Path, typer.Argument(metavar="INPUT", help="Requests, one per line.", show_default=False)
     ],
     target: Annotated[
         Path,
@@ -26,7 +26,7 @@ def batch(
     url: Annotated[
         list[str], typer.Option("--url", help="A router's HTTP address; repeatable, they are used in turn.")
     ] = ["http://127.0.0.1:8000"],  # noqa: B006 (typer wants a list, and copies it)
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests in flight at a time.")] = 32,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one attempt.")] = 600.0,
     retry_seconds: Annotated[
         float,

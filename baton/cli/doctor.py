@@ -62,7 +62,7 @@ def doctor(
     Exit code 0: an install can work. 2: something is missing. 1: the cluster could not be asked.
     """
     from baton.doctor import report
-    from baton.doctor.checks import Check, judge
+    from baton.doctor.checks import judge
     from baton.doctor.reading import Reader, connect, default_namespace, names_cluster
     from baton.doctor.values import values_for
 
@@ -70,10 +70,7 @@ def doctor(
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     external = _external(redis_url, redis_namespace, redis_component, ray_address)
     if external and kubeconfig is None and not context and not values_only and not names_cluster():
-        no_cluster = "no kubeconfig here, and this is no pod: name one with --kubeconfig for all checks"
-        checks = [*external, Check("kubernetes", "info", "not checked", no_cluster)]
-        found = report.of_checks(checks)
-        page: RenderableType = report.checks_table(checks)
+        found, page = _without_cluster(external)
     else:
         with connect(kubeconfig, context) as api:
             reader = Reader(api, namespace or default_namespace(kubeconfig, context), timeout)
@@ -83,6 +80,15 @@ def doctor(
     _show(found, page, values_only=values_only, as_json=as_json)
     if not found["ok"]:
         raise typer.Exit(EXIT_MISSING)
+
+
+def _without_cluster(external: list[Check]) -> tuple[dict[str, Any], RenderableType]:
+    from baton.doctor import report
+    from baton.doctor.checks import Check
+
+    no_cluster = "no kubeconfig here, and this is no pod: name one with --kubeconfig for all checks"
+    checks = [*external, Check("kubernetes", "info", "not checked", no_cluster)]
+    return report.of_checks(checks), report.checks_table(checks)
 
 
 def _show(found: dict[str, Any], page: RenderableType, *, values_only: bool, as_json: bool) -> None:

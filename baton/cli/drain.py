@@ -31,7 +31,7 @@ from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.urls import without_password
 
 EXIT_STILL_DRAINING = 3
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 Progress = Callable[[str], None]
 CLUSTER = Flags(ClusterFields)
 
@@ -196,7 +196,7 @@ class Drainer:
                 raise DeadlineError(
                     f"{', '.join(sorted(left))} still draining after {seconds:g} s", field="wait"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _end(self, worker: WorkerInfo | None, process: str, then: Then) -> str:
         """Return how a worker ended, empty while it is registered; marks it again if Redis was emptied meanwhile."""
@@ -231,7 +231,7 @@ def wait_exit(process: Process, seconds: float) -> None:
             raise DeadlineError(
                 f"{process.id} (pid {process.pid}) still runs after {seconds:g} s", field="wait"
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _shown(worker: WorkerInfo | None, worker_id: str) -> str:

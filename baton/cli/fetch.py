@@ -20,7 +20,7 @@ def fetch(
         typer.Option(help="The hash that an earlier run printed last; files with another one are refused."),
     ] = "",
     without_weights: Annotated[
-        bool, typer.Option("--without-weights", help="Only what a router reads.")
+        bool, typer.Option("--without-weights", help="Fetch only what a router reads: no weights.")
     ] = False,
 ) -> None:
     """Download a model from the Hugging Face Hub, checking every file's hash; HF_TOKEN for gated ones."""

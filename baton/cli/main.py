@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from baton import __version__
-from baton.cli import serve, talk, up
+from baton.cli import client_commands, serve, up
 from baton.cli.autoscale import autoscale
 from baton.cli.batch import batch
 from baton.cli.credentials import certs, keys
@@ -96,10 +96,10 @@ def _serve() -> None:
 
 
 app.command("up", rich_help_panel="A whole cluster here")(up.up)
-app.command("status", rich_help_panel="Use and watch")(talk.status)
-app.command("top", rich_help_panel="Use and watch")(talk.top)
-app.command("generate", rich_help_panel="Use and watch")(talk.generate)
-app.command("chat", rich_help_panel="Use and watch")(talk.chat)
+app.command("status", rich_help_panel="Use and watch")(client_commands.status)
+app.command("top", rich_help_panel="Use and watch")(client_commands.top)
+app.command("generate", rich_help_panel="Use and watch")(client_commands.generate)
+app.command("chat", rich_help_panel="Use and watch")(client_commands.chat)
 app.command("batch", rich_help_panel="Use and watch")(batch)
 app.command("load", rich_help_panel="Use and watch")(load)
 app.add_typer(selftest, name="selftest", rich_help_panel="Use and watch")

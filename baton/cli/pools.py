@@ -37,7 +37,7 @@ RAY_SECONDS = 60.0
 STOP_SECONDS = 20.0
 END_SECONDS = 60.0
 DASHBOARD_SECONDS = 30.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # Set in the chart's pods, but not on the nodes of another cluster.
 SECRETS = ("BATON_SECRET", "BATON_REDIS_URL")
@@ -49,7 +49,9 @@ def pools(
     address: Annotated[str, typer.Option(help="Ray cluster, host:port.")] = "auto",
     deployed: Annotated[
         bool,
-        typer.Option("--deployed", help="The pools run there already: only stay, and end them in the end."),
+        typer.Option(
+            "--deployed", help="The pools run there already: deploy nothing, and end them at the end."
+        ),
     ] = False,
     ready_file: ReadyFile = None,
 ) -> None:
@@ -187,7 +189,7 @@ def _read(config: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {config} cannot be read: {error.strerror}", field="config") from error
     except ValueError as error:
-        raise ConfigError(f"--config {config} is no JSON: {error}", field="config") from error
+        raise ConfigError(f"--config {config} is not JSON: {error}", field="config") from error
     if not isinstance(described, dict):
         raise ConfigError(
             f"--config {config} describes no pools: write {{prefill: [worker…], decode: [worker…]}}",
@@ -290,4 +292,4 @@ def _wait_running(dashboard: str, client: Any, names: list[str], seconds: float)
                 raise SetupError(f"{name} does not start: {state.get('message', '')}")
         if time.monotonic() > deadline:
             raise DeadlineError(f"{names} did not run within {seconds:.0f} s: {states}", field="seconds")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)

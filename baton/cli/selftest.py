@@ -13,8 +13,8 @@ from typing import Annotated
 import httpx
 import typer
 
+from baton.cli.client_commands import ApiKey, Grpc, Http, TlsCa, TlsCert, TlsKey, client_tls
 from baton.cli.output import console, say
-from baton.cli.talk import ApiKey, Grpc, Http, TlsCa, TlsCert, TlsKey, client_tls
 from baton.client import Client
 from baton.client.types import Completion
 from cluster.errors import BatonError, InternalError, UnavailableError

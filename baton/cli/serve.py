@@ -16,7 +16,7 @@ from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
 from baton.processes.force_exit import end_surely
-from baton.processes.uncollected import uncollected
+from baton.processes.without_gc import without_gc
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.worker import Role, WorkerConfig
@@ -79,7 +79,7 @@ def report_redis(url: str, rights: Rights) -> None:
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
-    with uncollected():
+    with without_gc():
         from router.server import Router
 
     logs.configure(config.router_id)

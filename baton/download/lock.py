@@ -31,7 +31,7 @@ def one_at_a_time(
     lock = _open(path)
     try:
         if not stat.S_ISREG(os.fstat(lock).st_mode):
-            raise ConfigError(f"--out: {path} is no regular file; remove it", field="out")
+            raise ConfigError(f"--out: {path} is not a regular file; remove it", field="out")
         seen: set[tuple[str, int, int]] = set()
         while not _is_taken(lock, path):
             now = _state(directory)

@@ -100,11 +100,11 @@ class UpOptions(Frozen):
         for name, section in self.sections.items():
             if name not in SECTIONS or not isinstance(section, Mapping | None):
                 raise ConfigError(
-                    f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
+                    f"--config: {name} is not a section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
             if section is not None and not isinstance(section.get("engine"), Mapping | None):
-                raise ConfigError(f"--config: engine of {name} is no section", field="config")
+                raise ConfigError(f"--config: engine of {name} is not a section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)
         self._check_settings()

@@ -69,7 +69,7 @@ def check_writable(path: Path, flag: str, field: str) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # Writing replaces the file: a device such as /dev/null would be gone for every user of the machine.
         if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = safe_files.beside(path)
         safe_files.create(scratch).close()

@@ -14,7 +14,7 @@ from bench.handoff_common import BLOCKS, PAGE_SIZE, kv_cache
 from bench.limits import COPY_BYTES, COPY_PART_BYTES, peer_memory, timed, write_to
 from kv_transfer.layout.digest import XXH3_128, digest
 from kv_transfer.layout.geometry import scatter
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from kv_transfer.memory import aligned_bytes
 
 BOUND = "≤ 0.15"
@@ -71,7 +71,7 @@ def _at_decode(repeats: int) -> Side:
                 digest([part], XXH3_128)
             ids = range(first, first + at_once)
             tokens = range(first * PAGE_SIZE, (first + at_once) * PAGE_SIZE)
-            scatter(cache, part.view(cache.dtype), Place(layers, heads, tokens, ids))
+            scatter(cache, part.view(cache.dtype), CacheRegion(layers, heads, tokens, ids))
 
     return _by_turns(lambda: land(digested=False), lambda: land(digested=True), repeats)
 

@@ -36,7 +36,7 @@ def read_yaml(path: Path, field: str) -> Any:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", field=field) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8", field=field) from error
+        raise ConfigError(f"{path} is not text in UTF-8", field=field) from error
     except yaml.YAMLError as error:
         # Without the parser's excerpt: it would copy a digest, or a key put there by mistake, into a log.
         where = getattr(error, "problem_mark", None)

@@ -1,7 +1,7 @@
 r"""Rewrites schemas so that llguidance's grammar has only answers that the schema validates.
 
 $schema, $id      left out: they would change what other keywords and references mean. The router refuses schemas in which
-                  they should (router/request/schema_dialects.py)
+                  they should (router/request/grammar/schema_dialects.py)
 exclusive bounds  an integer that is excluded is accepted where the other bound is less than 1 away, also one of another
                   part; so beside bounds with a fraction `x > 1` becomes `x >= 1.000000001`
 \s, \S            those of Unicode have U+0085 and not U+FEFF, those of ECMA-262 the other way round

@@ -28,7 +28,7 @@ from cluster.protocol.times import LEASE_DEAD_SECONDS
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.failover import disconnect_after_failover, disconnect_after_failover_async
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 MAX_REMOVED = 256  # names that are remembered as removed; the last ones
 _MARK = b"~"  # in front of a name: no name begins so
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _last_removed(changes: Mapping[str, Change]) -> dict[str, Change]:
 
 
 class WantedAdapters:
-    """The wanted adapters as a router reads them: `wanted` is read every LOOK_SECONDS from `start` on, and stays while
+    """The wanted adapters as a router reads them: `wanted` is read every POLL_SECONDS from `start` on, and stays while
     Redis does not answer."""
 
     def __init__(self, redis_url: str, namespace: str):
@@ -147,7 +147,7 @@ class WantedAdapters:
         self._key = keys.adapters(namespace)
         self._connected: Any = None  # at the first call
         self._known = KnownAdapters()
-        self._looking = Periodic("reading the wanted adapters", LOOK_SECONDS, self._look)
+        self._looking = Periodic("reading the wanted adapters", POLL_SECONDS, self._look)
 
     @property
     def wanted(self) -> Mapping[str, Wanted]:

@@ -158,7 +158,7 @@ def _check(facts: Mapping[str, Any]) -> None:
     """Raises ValueError or TypeError: one bad registration must not break the use of all others."""
     for name, (least, most) in _NUMBERS.items():
         if name in facts and not (type(facts[name]) is int and least <= facts[name] <= most):
-            raise ValueError(f"{name}: {facts[name]!r} is no number in {least} … {most}")
+            raise ValueError(f"{name}: {facts[name]!r} is not a number in {least} … {most}")
     for name in _TEXTS:
         if name in facts:
             facts[name].encode()

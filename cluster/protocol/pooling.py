@@ -80,7 +80,7 @@ class Embedding:
             return None
         modules = json.loads(model_limits.text_of(directory / MODULES))
         if not isinstance(modules, list) or not 0 < len(modules) <= _MAX_MODULES:
-            raise ModelError(f"{MODULES} is no list of up to {_MAX_MODULES} modules", field=MODULES)
+            raise ModelError(f"{MODULES} is not a list of up to {_MAX_MODULES} modules", field=MODULES)
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise ModelError(
@@ -108,7 +108,7 @@ def _inside(path: str) -> PurePosixPath:
 def _object(file: Path) -> dict[str, Any]:
     found = json.loads(model_limits.text_of(file))
     if not isinstance(found, dict):
-        raise ModelError(f"{file} is no JSON object", field=file.name)
+        raise ModelError(f"{file} is not a JSON object", field=file.name)
     return found
 
 

@@ -168,10 +168,9 @@ def _why_refused_at(url: str, rights: Rights) -> str | None:
 class RightsWatch:
     """Logs the rights that the user lacks, at start and when they change. An unreachable Redis is reported elsewhere."""
 
-    def __init__(self, url: str, rights: Rights, seconds: float = WATCH_SECONDS):
+    def __init__(self, url: str, rights: Rights):
         self._url = url
         self._rights = rights
-        self._seconds = seconds
         self._why = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="redis-rights", daemon=True)
@@ -200,4 +199,4 @@ class RightsWatch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self.look()
-            self._stopping.wait(self._seconds)
+            self._stopping.wait(WATCH_SECONDS)

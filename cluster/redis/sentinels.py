@@ -25,7 +25,7 @@ from cluster.redis.deadline import closed_when_late
 from cluster.redis.urls import Address, Seeds
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0  # between two queries; the Sentinels take turns
+POLL_SECONDS = 1.0  # between two queries; the Sentinels take turns
 # A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up again
 # count epochs from 0. The answer of an outvoted Sentinel is used only after OUTVOTED_SECONDS: the others may not answer
 # for a moment.
@@ -170,7 +170,7 @@ def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]
     connections = [_SentinelConnection(seed, options) for seed in seeds.addresses]
     try:
         while True:
-            time.sleep(LOOK_SECONDS * random.uniform(0.75, 1.25))
+            time.sleep(POLL_SECONDS * random.uniform(0.75, 1.25))
             if of() is None:
                 return
             connections.append(connections.pop(0))

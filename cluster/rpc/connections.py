@@ -23,7 +23,7 @@ from cluster.process.socket_diag import Unread, unread_connections
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 # What waited longer than `seconds` for one of gRPC's threads is read at once, and may be half read at one look.
 READS = 2
 # For the servers' own work at a stop, beside what calls may take.
@@ -55,7 +55,7 @@ class FloodWatch:
     def __init__(self, port: int, seconds: float):
         self._port = port
         # Counted: while the process stands still there are none.
-        self._looks = math.ceil(seconds / LOOK_SECONDS)
+        self._looks = math.ceil(seconds / POLL_SECONDS)
         self._flooded: dict[int, _Flooded] = {}  # by inode
         self._closed = threading.Event()
         # Not on the event loop, which headers of a flood may keep busy.
@@ -75,7 +75,7 @@ class FloodWatch:
 
     def _run(self) -> None:
         failed = False
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             try:
                 self.look()
             except OSError as error:

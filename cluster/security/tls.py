@@ -85,9 +85,9 @@ class Peers:
         opened: grpc.aio.Channel = _open(grpc.aio, address, *self._to_worker(options))
         return opened
 
-    def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
+    def blocking_channel(self, address: str) -> grpc.Channel:
         """Open a blocking channel to a worker."""
-        opened: grpc.Channel = _open(grpc, address, *self._to_worker(options))
+        opened: grpc.Channel = _open(grpc, address, *self._to_worker(()))
         return opened
 
     def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:

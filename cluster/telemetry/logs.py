@@ -82,10 +82,10 @@ class LineHandler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def configure(process: str, level: int = logging.INFO) -> None:
+def configure(process: str) -> None:
     """Configure logging; called once by the process's main."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process))
     handler.addFilter(is_not_a_disconnect)
     handler.addFilter(RateBound())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

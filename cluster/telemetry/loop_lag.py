@@ -6,7 +6,7 @@ import asyncio
 
 from cluster.telemetry.metrics import process
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 
 
 class LoopLag:
@@ -16,7 +16,7 @@ class LoopLag:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(LOOK_SECONDS, self._look, loop, loop.time() + LOOK_SECONDS)
+        self._timer = loop.call_later(POLL_SECONDS, self._look, loop, loop.time() + POLL_SECONDS)
 
     def stop(self) -> None:
         if self._timer is not None:

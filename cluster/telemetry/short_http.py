@@ -33,7 +33,7 @@ LINGER_SECONDS = 1.0
 LINGER_READS = 64
 LINGER_READ_BYTES = 64 << 10
 RETRY_SECONDS = 0.1  # after an accept that failed: no descriptor is free
-LOOK_SECONDS = 0.25  # between two checks for connections over their time
+POLL_SECONDS = 0.25  # between two checks for connections over their time
 
 
 # RFC 9110, section 9.3, and PATCH (RFC 5789)
@@ -252,7 +252,7 @@ class ShortHttpServer:
 
     async def _close_overdue(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             now = time.monotonic()
             for connection in [one for one in self._open if one.overdue(now)]:
                 connection.close()

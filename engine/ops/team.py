@@ -54,12 +54,12 @@ class KernelTeam(Team):
 
     def __init__(self, threads: int, dtype: torch.dtype, head_dim: int):
         super().__init__(threads)
-        from engine.ops import cpu_jobs
+        from engine.ops import cpu_job_kernels, cpu_jobs
         from engine.ops.cpu_elements import kind_of
 
         self.dtype = dtype
         self._work = cpu_jobs.work
-        self._compile = partial(cpu_jobs.kernel, kind=kind_of(dtype), dim8=(0,) * (head_dim // 8))
+        self._compile = partial(cpu_job_kernels.kernel, kind=kind_of(dtype), dim8=(0,) * (head_dim // 8))
         self._kernels: dict[int, int] = {}  # addresses by the job's code
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
         self._at = ctypes.addressof(self._row)

@@ -15,7 +15,7 @@ from kv_transfer import messages as m
 from kv_transfer.device.base import Mark, PartCopier, Pending
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, Digests
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2
 
@@ -117,10 +117,10 @@ class CacheShape:
         check_slot_bytes(slot_bytes, 2 * num_heads * page_size * row_bytes)
         return cls(num_layers, page_size, row_bytes, first_head, slot_bytes)
 
-    def place(
+    def region(
         self, header: handoff_pb2.PartHeader, transfer: m.ExpectTransfer, source_rank: int
-    ) -> Place | None:
-        """The place of a part, or None if the header does not fit.
+    ) -> CacheRegion | None:
+        """The region of a part, or None if the header does not fit.
 
         It does not fit if its heads are not its flow's, its tokens or layers are not all to be shipped, or its size does
         not follow from its ranges.
@@ -138,7 +138,7 @@ class CacheShape:
         if header.bytes != size or size > self.slot_bytes:
             return None
         page = self.page_size
-        return Place(
+        return CacheRegion(
             layers=range(*layers),
             heads=range(heads[0] - self.first_head, heads[1] - self.first_head),
             tokens=range(*tokens),
@@ -179,7 +179,7 @@ class LandingPart:
     transfer: ExpectedTransfer
     payload: bytes | None  # its bytes, if they are not in the slot yet
     number: int = 0  # in the order of arrival
-    place: Place | None = None  # once it is checked
+    region: CacheRegion | None = None  # once it is checked
     digest: Pending[bytes] | None = None
     scatter: Pending[bool] | None = None
     # Of a part that was given up: reached once what was enqueued until then has ended.
@@ -227,22 +227,22 @@ class PartLanding:
         """The outcome, or None while the device works on the part or has no free buffer."""
         if part.ending is not None:
             return "failed" if part.has_ended else None
-        if part.place is None and (problem := self._arrive(part)) != "":
+        if part.region is None and (problem := self._arrive(part)) != "":
             return problem
         return self._land(part)
 
     def _arrive(self, part: LandingPart) -> str | None:
         """Check a part and copy its bytes into its slot; "" once both are done, a reason if the check fails, else None."""
         header = part.header
-        place = self.shape.place(header, part.transfer.message, header.source_rank)
-        if place is None or not self._fits(part):
+        region = self.shape.region(header, part.transfer.message, header.source_rank)
+        if region is None or not self._fits(part):
             return "geometry"
         if not self._has_agreed_digest(header, part.transfer.digests):
             return "digest_missing"
         slot = self.memory.slots[header.slot]
         if part.payload is not None and not self.copier.fill(slot, part.payload):
             return None
-        part.place, part.payload = place, None
+        part.region, part.payload = region, None
         fault = self.at_landed(header.transfer_id)
         if fault is not None and fault.act is Act.CORRUPT:
             slot[0] ^= 0xFF
@@ -271,6 +271,6 @@ class PartLanding:
                 return "digest"
             # The peer's next write completes, and its notification is sent, only when this side polls.
             self.poll()
-            assert part.place is not None, "it was checked"
-            part.scatter = self.copier.scatter(data, part.place, part.transfer.reserved)
+            assert part.region is not None, "it was checked"
+            part.scatter = self.copier.scatter(data, part.region, part.transfer.reserved)
         return "" if part.scatter is not None and part.scatter.result() else None

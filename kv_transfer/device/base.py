@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -77,12 +77,12 @@ class PartCopier(Protocol):
     def enqueued(self) -> Mark:
         """Reached once everything that this copier itself has enqueued until now has ended."""
 
-    def pieces(self, place: Place, least_bytes: int) -> list[Tensor] | None:
+    def pieces(self, region: CacheRegion, least_bytes: int) -> list[Tensor] | None:
         """Views of the part in the cache, each of at least `least_bytes`, in the order of the wire; None if a transport
         should not read it there. Raises IndexError for a block that does not exist."""
 
     def read(
-        self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
     ) -> Pending[ReadPart] | None:
         """Copy a part from the cache to `into` (uint8, of this device) and compute its digest, once `after` is reached.
 
@@ -96,5 +96,5 @@ class PartCopier(Protocol):
         """Compute the digest of `data` (uint8, of this device). `kind`: one of `digest_kinds`, or digest.NONE, which
         gives b""."""
 
-    def scatter(self, data: Tensor, place: Place, after: Mark) -> Pending[bool] | None:
+    def scatter(self, data: Tensor, region: CacheRegion, after: Mark) -> Pending[bool] | None:
         """Copy a part from `data` (uint8) into the cache, once `after` is reached. Raises IndexError as `read` does."""

@@ -9,7 +9,7 @@ from kv_transfer.device.base import REACHED, Done, Mark, ReadPart
 from kv_transfer.layout import digest
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.geometry import gather, pieces, scatter
-from kv_transfer.layout.rows import Place, check_blocks
+from kv_transfer.layout.rows import CacheRegion, check_blocks
 from kv_transfer.memory import aligned_bytes
 
 
@@ -35,11 +35,13 @@ class CpuCopier:
     def enqueued(self) -> Mark:
         return REACHED
 
-    def pieces(self, place: Place, least_bytes: int) -> list[Tensor] | None:
-        return pieces(self._cache, place, least_bytes)
+    def pieces(self, region: CacheRegion, least_bytes: int) -> list[Tensor] | None:
+        return pieces(self._cache, region, least_bytes)
 
-    def read(self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool) -> Done[ReadPart]:
-        gather(self._cache, into.view(self._cache.dtype), place)
+    def read(
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
+    ) -> Done[ReadPart]:
+        gather(self._cache, into.view(self._cache.dtype), region)
         return Done(ReadPart([into], digest.digest([into], kind)))
 
     def fill(self, slot: Tensor, payload: bytes) -> bool:
@@ -49,11 +51,11 @@ class CpuCopier:
     def digest(self, data: Tensor, kind: str) -> Done[bytes]:
         return Done(digest.digest([data], kind))
 
-    def scatter(self, data: Tensor, place: Place, after: Mark) -> Done[bool]:
+    def scatter(self, data: Tensor, region: CacheRegion, after: Mark) -> Done[bool]:
         if self._conversion is None:
-            scatter(self._cache, data.view(self._cache.dtype), place)
+            scatter(self._cache, data.view(self._cache.dtype), region)
         else:
-            check_blocks(self._cache, place)
-            ids = torch.tensor(place.block_ids, dtype=torch.int64)
-            self._conversion.scatter(self._cache, data, place, ids)
+            check_blocks(self._cache, region)
+            ids = torch.tensor(region.block_ids, dtype=torch.int64)
+            self._conversion.scatter(self._cache, data, region, ids)
         return REACHED

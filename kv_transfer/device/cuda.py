@@ -27,7 +27,7 @@ from kv_transfer.layout.block_rows import CacheRows
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, SUM64
 from kv_transfer.layout.geometry import pairs
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -166,13 +166,13 @@ class CudaCopier:
     def enqueued(self) -> Mark:
         return EventMark(self._cuda.record(self._stream))
 
-    def pieces(self, place: Place, least_bytes: int) -> None:
+    def pieces(self, region: CacheRegion, least_bytes: int) -> None:
         """None: parts are gathered. It was measured on no card yet whether reading the cache's many pieces is faster."""
 
     def read(
-        self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
     ) -> Pending[ReadPart] | None:
-        self._rows.check(place)
+        self._rows.check(region)
         buffers = self._buffers.acquire()
         host = self._host_parts.acquire() if to_host and buffers is not None else None
         if buffers is None or (to_host and host is None):
@@ -183,7 +183,7 @@ class CudaCopier:
 
         def enqueue() -> None:
             self._wait(after)
-            self._gather(place, into, buffers)
+            self._gather(region, into, buffers)
             self._add_up(into, kind, buffers)
             if host is not None:
                 pieces[0].copy_(into, non_blocking=True)
@@ -219,15 +219,15 @@ class CudaCopier:
             lambda: self._add_up(data, kind, buffers), lambda: self._digest_in(buffers, kind), buffers
         )
 
-    def scatter(self, data: Tensor, place: Place, after: Mark) -> Pending[bool] | None:
-        self._rows.check(place)
+    def scatter(self, data: Tensor, region: CacheRegion, after: Mark) -> Pending[bool] | None:
+        self._rows.check(region)
         buffers = self._buffers.acquire()
         if buffers is None:
             return None
 
         def enqueue() -> None:
             self._wait(after)
-            self._scatter(data, place, buffers)
+            self._scatter(data, region, buffers)
 
         return self._run(enqueue, lambda: True, buffers)
 
@@ -261,26 +261,26 @@ class CudaCopier:
         if isinstance(after, EventMark):
             self._cuda.wait(self._stream, after.event)
 
-    def _gather(self, place: Place, part: Tensor, buffers: Buffers) -> None:
+    def _gather(self, region: CacheRegion, part: Tensor, buffers: Buffers) -> None:
         """One launch for all whole blocks."""
-        if (rows := self._indexed(place, part, buffers)) is not None:
+        if (rows := self._indexed(region, part, buffers)) is not None:
             torch.index_select(rows.cache, 0, rows.numbers, out=rows.part)
-        for inside_cache, inside_part in self._cut(place, part):
+        for inside_cache, inside_part in self._cut(region, part):
             inside_part.copy_(inside_cache, non_blocking=True)
 
-    def _scatter(self, part: Tensor, place: Place, buffers: Buffers) -> None:
+    def _scatter(self, part: Tensor, region: CacheRegion, buffers: Buffers) -> None:
         if self._conversion is not None:
-            ids = self._to_device(np.asarray(place.block_ids, dtype=np.int64), buffers)
-            self._conversion.scatter(self._cache, part, place, ids)
+            ids = self._to_device(np.asarray(region.block_ids, dtype=np.int64), buffers)
+            self._conversion.scatter(self._cache, part, region, ids)
             return
-        if (rows := self._indexed(place, part, buffers)) is not None:
+        if (rows := self._indexed(region, part, buffers)) is not None:
             rows.cache.index_copy_(0, rows.numbers, rows.part)
-        for inside_cache, inside_part in self._cut(place, part):
+        for inside_cache, inside_part in self._cut(region, part):
             inside_cache.copy_(inside_part, non_blocking=True)
 
-    def _indexed(self, place: Place, part: Tensor, buffers: Buffers) -> IndexedRows | None:
+    def _indexed(self, region: CacheRegion, part: Tensor, buffers: Buffers) -> IndexedRows | None:
         """None for a part without a whole block."""
-        whole = self._rows.whole(place)
+        whole = self._rows.whole(region)
         if whole is None:
             return None
         width = self._cache.element_size()
@@ -300,11 +300,11 @@ class CudaCopier:
         buffers.host_rows.numpy()[:count] = numbers
         return buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
 
-    def _cut(self, place: Place, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _cut(self, region: CacheRegion, part: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Views of the cut blocks: (in the cache, in the part)."""
         flat = part.view(self._cache.dtype)
         return [
-            pair for cut, begin in self._rows.cut(place) for pair in pairs(self._cache, flat[begin:], cut)
+            pair for cut, begin in self._rows.cut(region) for pair in pairs(self._cache, flat[begin:], cut)
         ]
 
     def _add_up(self, data: Tensor, kind: str, buffers: Buffers) -> None:

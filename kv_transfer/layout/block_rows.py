@@ -2,7 +2,7 @@
 
           cut block │        whole blocks        │ cut block
     tokens ─────────┼────────────────────────────┼──────────►
-              Place │ rows of the cache, indexed │ Place
+        CacheRegion │ rows of the cache, indexed │ CacheRegion
 
 A row is a layer of a block if the part has all heads, else a group of neighbouring heads of one layer's K or V: as many
 as divide the cache's heads, the part's heads and the first of these. The at most two cut blocks at the ends of a part are
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 
 @dataclass(frozen=True)
@@ -51,44 +51,44 @@ class CacheRows:
         """Elements of the shortest row: one head."""
         return self.page_size * self.head_dim
 
-    def check(self, place: Place) -> None:
+    def check(self, region: CacheRegion) -> None:
         """Raise IndexError for a block that does not exist: on a device it would be an error of the whole process."""
-        ids = place.block_ids
+        ids = region.block_ids
         if ids and not 0 <= min(ids) <= max(ids) < self.num_blocks:
             raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {self.num_blocks}")
 
-    def whole(self, place: Place) -> Rows | None:
+    def whole(self, region: CacheRegion) -> Rows | None:
         """The part's whole blocks; None if it has none."""
-        page, begin, end = self.page_size, *self._border(place)
+        page, begin, end = self.page_size, *self._border(region)
         if begin >= end:
             return None
-        first = place.tokens.start // page
-        ids = np.asarray(place.block_ids[begin // page - first : end // page - first], dtype=np.int64)
-        layers = np.arange(place.layers.start, place.layers.stop, dtype=np.int64)
+        first = region.tokens.start // page
+        ids = np.asarray(region.block_ids[begin // page - first : end // page - first], dtype=np.int64)
+        layers = np.arange(region.layers.start, region.layers.stop, dtype=np.int64)
         rows = ids[:, None] * self.num_layers + layers
-        inside = (begin - place.tokens.start) * self._token_elements(place)
-        if len(place.heads) == self.num_heads:
+        inside = (begin - region.tokens.start) * self._token_elements(region)
+        if len(region.heads) == self.num_heads:
             return Rows(rows.reshape(-1), 2 * self.num_heads * self.least_elements, inside)
-        together = math.gcd(len(place.heads), place.heads.start, self.num_heads)
+        together = math.gcd(len(region.heads), region.heads.start, self.num_heads)
         planes = rows[:, :, None] * 2 + np.arange(2)
-        heads = np.arange(place.heads.start // together, place.heads.stop // together)
+        heads = np.arange(region.heads.start // together, region.heads.stop // together)
         index = planes[:, :, :, None] * (self.num_heads // together) + heads
         return Rows(index.reshape(-1), together * self.least_elements, inside)
 
-    def cut(self, place: Place) -> Iterator[tuple[Place, int]]:
-        """The part's cut blocks, each as a place with the part's element at which it begins."""
-        page, begin, end = self.page_size, *self._border(place)
-        tokens = place.tokens
+    def cut(self, region: CacheRegion) -> Iterator[tuple[CacheRegion, int]]:
+        """The part's cut blocks, each as a region with the part's element at which it begins."""
+        page, begin, end = self.page_size, *self._border(region)
+        tokens = region.tokens
         for some in (range(tokens.start, min(begin, tokens.stop)), range(max(end, begin), tokens.stop)):
             if some:
                 block = some.start // page - tokens.start // page
-                cut = replace(place, tokens=some, block_ids=place.block_ids[block : block + 1])
-                yield cut, (some.start - tokens.start) * self._token_elements(place)
+                cut = replace(region, tokens=some, block_ids=region.block_ids[block : block + 1])
+                yield cut, (some.start - tokens.start) * self._token_elements(region)
 
-    def _border(self, place: Place) -> tuple[int, int]:
+    def _border(self, region: CacheRegion) -> tuple[int, int]:
         """(begin, end) of the tokens in the part's whole blocks; begin ≥ end if it has none."""
-        page, tokens = self.page_size, place.tokens
+        page, tokens = self.page_size, region.tokens
         return -(-tokens.start // page) * page, tokens.stop // page * page
 
-    def _token_elements(self, place: Place) -> int:
-        return len(place.layers) * 2 * len(place.heads) * self.head_dim
+    def _token_elements(self, region: CacheRegion) -> int:
+        return len(region.layers) * 2 * len(region.heads) * self.head_dim

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Conversion:
         """Of one token in one head of one layer, in a part."""
         return self.head_dim * self.dtype.itemsize
 
-    def scatter(self, cache: Tensor, part: Tensor, place: Place, ids: Tensor) -> None:
-        """`part`: bytes; `ids`: the blocks of `place`, all of which exist."""
-        layers, heads = place.layers, place.heads
+    def scatter(self, cache: Tensor, part: Tensor, region: CacheRegion, ids: Tensor) -> None:
+        """`part`: bytes; `ids`: the blocks of `region`, all of which exist."""
+        layers, heads = region.layers, region.heads
         own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
-        self.write(own, part.view(self.dtype), ids, place.tokens.start % cache.shape[4])
+        self.write(own, part.view(self.dtype), ids, region.tokens.start % cache.shape[4])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.protocol import kv_format
 from cluster.protocol.kv_heads import head_range
-from kv_transfer.layout.rows import HostPart, Place
+from kv_transfer.layout.rows import CacheRegion, HostPart
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
     return flows
 
 
-def pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(cache: Tensor, part: Tensor, region: CacheRegion) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of equal shape [block, layer, K|V, head, numbers], one for each plane: (in the cache, in the part)."""
     page, row = cache.shape[4], cache.shape[5]
-    layers, heads = place.layers, place.heads
+    layers, heads = region.layers, region.heads
     token = len(layers) * 2 * len(heads) * row
     own = cache.view(*cache.shape[:4], page * row)[:, layers.start : layers.stop, :, heads.start : heads.stop]
-    for span in place.spans(page):
+    for span in region.spans(page):
         count = span.tokens // span.blocks  # in each of them
         inside = part[span.token * token : (span.token + span.tokens) * token]
         blocks = own[span.block : span.block + span.blocks]
@@ -64,20 +64,20 @@ def pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, T
             )
 
 
-def gather(cache: Tensor, part: Tensor, place: Place) -> None:
+def gather(cache: Tensor, part: Tensor, region: CacheRegion) -> None:
     """Cache [block, layer, K|V, head, token, dim] → part (flat, in the order of the wire). Raises IndexError
     for a block that does not exist."""
-    if host := HostPart.of(cache, part, place):
+    if host := HostPart.of(cache, part, region):
         host.gather()
         return
-    for inside_cache, inside_part in pairs(cache, part, place):
+    for inside_cache, inside_part in pairs(cache, part, region):
         inside_part.copy_(inside_cache)
 
 
-def pieces(cache: Tensor, place: Place, least_bytes: int) -> list[Tensor] | None:
+def pieces(cache: Tensor, region: CacheRegion, least_bytes: int) -> list[Tensor] | None:
     """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None if they lie in pieces shorter
     than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
-    host = HostPart.of(cache, cache, place)
+    host = HostPart.of(cache, cache, region)
     found = host.pieces(least_bytes) if host else None
     if found is None:
         return None
@@ -85,10 +85,10 @@ def pieces(cache: Tensor, place: Place, least_bytes: int) -> list[Tensor] | None
     return [flat[piece] for piece in found]
 
 
-def scatter(cache: Tensor, part: Tensor, place: Place) -> None:
+def scatter(cache: Tensor, part: Tensor, region: CacheRegion) -> None:
     """The reverse of `gather`."""
-    if host := HostPart.of(cache, part, place):
+    if host := HostPart.of(cache, part, region):
         host.scatter()
         return
-    for inside_cache, inside_part in pairs(cache, part, place):
+    for inside_cache, inside_part in pairs(cache, part, region):
         inside_cache.copy_(inside_part)

@@ -23,7 +23,7 @@ FEW_RUNS = 4  # up to here one copy per run of consecutive blocks beats picking 
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheRegion:
     """Where a part lies in a rank's cache. `heads` are indices of the rank, `block_ids` those of `tokens`, in order."""
 
     layers: range
@@ -69,18 +69,18 @@ class HostPart:
     part: Bytes
     cache_shape: tuple[int, ...]
     token_bytes: int  # of one head, K or V
-    place: Place
+    region: CacheRegion
     quantized: bool
 
     @classmethod
-    def of(cls, cache: Tensor, part: Tensor, place: Place) -> HostPart | None:
+    def of(cls, cache: Tensor, part: Tensor, region: CacheRegion) -> HostPart | None:
         """None if the bytes are not contiguous in main memory. Raises IndexError for a block that does not exist."""
         if cache.device.type != "cpu" or not (cache.is_contiguous() and part.is_contiguous()):
             return None
-        check_blocks(cache, place)
+        check_blocks(cache, region)
         size = cache.shape[5] * cache.element_size()
         quantized = cache.dtype is torch.int8
-        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, place, quantized)
+        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, region, quantized)
 
     def gather(self) -> None:
         if self._scattered:
@@ -93,16 +93,16 @@ class HostPart:
     def pieces(self, least_bytes: int) -> list[slice] | None:
         """The part as contiguous pieces of the cache's bytes, in the part's order; None if one would be shorter than
         `least_bytes`."""
-        row = len(self.place.layers) * self._layer_bytes
+        row = len(self.region.layers) * self._layer_bytes
         if self._cut or not self._whole or row < least_bytes:
             return None
         num_layers = self.cache_shape[1]
         found = []
-        for span in self.place.spans(self._page):
+        for span in self.region.spans(self._page):
             # Blocks that touch each other.
-            joined = span.blocks if len(self.place.layers) == num_layers else 1
+            joined = span.blocks if len(self.region.layers) == num_layers else 1
             for block in range(span.block, span.block + span.blocks, joined):
-                first = (block * num_layers + self.place.layers.start) * self._layer_bytes
+                first = (block * num_layers + self.region.layers.start) * self._layer_bytes
                 found.append(slice(first, first + joined * row))
         return found
 
@@ -120,7 +120,7 @@ class HostPart:
     @property
     def _whole(self) -> bool:
         """All heads of the cache."""
-        return len(self.place.heads) == self.cache_shape[3]
+        return len(self.region.heads) == self.cache_shape[3]
 
     @property
     def _head_bytes(self) -> int:
@@ -138,35 +138,35 @@ class HostPart:
     @property
     def _scattered(self) -> bool:
         """Whether it is many runs of whole blocks: the part, too, is a table of rows."""
-        return not self._cut and int(np.count_nonzero(np.diff(self.place.block_ids) != 1)) >= FEW_RUNS
+        return not self._cut and int(np.count_nonzero(np.diff(self.region.block_ids) != 1)) >= FEW_RUNS
 
     @property
     def _cut(self) -> bool:
         """Whether a block at one of its ends is not whole."""
-        return bool(self.place.tokens.start % self._page or self.place.tokens.stop % self._page)
+        return bool(self.region.tokens.start % self._page or self.region.tokens.stop % self._page)
 
     def _index(self) -> NDArray[np.intp]:
         """The cache's rows in the part's order."""
         _, num_layers, _, num_heads, _, _ = self.cache_shape
-        layers = np.arange(self.place.layers.start, self.place.layers.stop)
-        rows = np.asarray(self.place.block_ids, dtype=np.intp)[:, None] * num_layers + layers
+        layers = np.arange(self.region.layers.start, self.region.layers.stop)
+        rows = np.asarray(self.region.block_ids, dtype=np.intp)[:, None] * num_layers + layers
         if self._whole:
             return rows.reshape(-1)
         planes = rows[:, :, None] * 2 + np.arange(2)
-        heads = np.arange(self.place.heads.start, self.place.heads.stop)
+        heads = np.arange(self.region.heads.start, self.region.heads.stop)
         return (planes[:, :, :, None] * num_heads + heads).reshape(-1)
 
     def _pairs(self) -> Iterator[tuple[Void, Void]]:
         """Views of equal shape, runs of whole blocks and planes of cut blocks: (in the cache, in the part)."""
         num_layers = self.cache_shape[1]
-        token = len(self.place.layers) * 2 * len(self.place.heads) * self.token_bytes
+        token = len(self.region.layers) * 2 * len(self.region.heads) * self.token_bytes
         layer, head = self._layer_bytes, self._head_bytes
-        for span in self.place.spans(self._page):
+        for span in self.region.spans(self._page):
             count = span.tokens // span.blocks
-            shape: tuple[int, ...] = (span.blocks, len(self.place.layers), 2, len(self.place.heads))
+            shape: tuple[int, ...] = (span.blocks, len(self.region.layers), 2, len(self.region.heads))
             strides: tuple[int, ...] = (num_layers * layer, layer, layer // 2, head)
-            block = (span.block * num_layers + self.place.layers.start) * layer
-            block += self.place.heads.start * head
+            block = (span.block * num_layers + self.region.layers.start) * layer
+            block += self.region.heads.start * head
             if count < self._page:
                 own = count * self.token_bytes  # of one head in the part
                 together = (own * shape[3] * 2 * shape[1], own * shape[3] * 2, own * shape[3], own)
@@ -178,18 +178,18 @@ class HostPart:
                     yield inside_cache, np.ndarray(shape, piece, self.part.data, first, together)
                 continue
             if self._whole:
-                row, shape, strides = len(self.place.layers) * layer, shape[:1], strides[:1]
+                row, shape, strides = len(self.region.layers) * layer, shape[:1], strides[:1]
             else:
-                row, shape, strides = len(self.place.heads) * head, shape[:3], strides[:3]
+                row, shape, strides = len(self.region.heads) * head, shape[:3], strides[:3]
             piece = np.dtype((np.void, row))
             inside_cache = np.ndarray(shape, piece, self.cache.data, block, strides)
             inside_part: Void = np.ndarray(shape, piece, self.part.data, span.token * token)
             yield inside_cache, inside_part
 
 
-def check_blocks(cache: Tensor, place: Place) -> None:
+def check_blocks(cache: Tensor, region: CacheRegion) -> None:
     """Raise IndexError for a block that does not exist."""
-    ids = place.block_ids
+    ids = region.block_ids
     if ids and not 0 <= min(ids) <= max(ids) < cache.shape[0]:
         raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {cache.shape[0]}")
 

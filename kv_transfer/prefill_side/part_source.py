@@ -10,7 +10,7 @@ from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
 from kv_transfer.device.base import Done, PartCopier, Pending, ReadPart
 from kv_transfer.layout.digest import Digests, digest
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from kv_transfer.memory import Staging, staging_bytes
 from kv_transfer.prefill_side.rank_transfer import Job, Part
 from kv_transfer.transports.registry import TRANSPORTS, Endpoints
@@ -43,7 +43,7 @@ class PartSource:
     def in_place(self, job: Job) -> list[Tensor] | None:
         """The part without a copy, if it lies in large pieces. The engine keeps the blocks until this rank reports
         TransferDrained, however the hand-off ends."""
-        return self._copier.pieces(self._place(job), MIN_PIECE_BYTES)
+        return self._copier.pieces(self._region(job), MIN_PIECE_BYTES)
 
     def read(
         self, opened: m.OpenTransfer, part: Part, staged_bytes: Callable[[str], int]
@@ -82,7 +82,7 @@ class PartSource:
             return None
         part.chunk = chunk  # also if the next call raises: then the hand-off's end frees it
         reading = self._copier.read(
-            self._place(job),
+            self._region(job),
             self._staging.view(chunk, job.bytes),
             part.digest_kind,
             part.computed,
@@ -97,6 +97,6 @@ class PartSource:
         reads nothing cannot take all. Writes of its ended hand-offs count until they are terminal."""
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 
-    def _place(self, job: Job) -> Place:
+    def _region(self, job: Job) -> CacheRegion:
         heads = range(job.flow.head_begin - self._first_head, job.flow.head_end - self._first_head)
-        return Place(job.layers, heads, job.tokens, job.block_ids)
+        return CacheRegion(job.layers, heads, job.tokens, job.block_ids)

@@ -25,11 +25,11 @@ TRIES = 30
 TRY_SECONDS = 1.0
 
 
-class Stream(Protocol):
+class DrainNoticeStream(Protocol):
     def send_drained(self, transfer_id: bytes) -> None: ...
 
 
-Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
+Open = Callable[[common_pb2.WorkerRef], Awaitable[DrainNoticeStream]]
 
 
 class PendingDrainNotices:
@@ -51,7 +51,9 @@ class PendingDrainNotices:
         self._given_up: dict[str, None] = {}  # oldest first
         self._background_tasks = BackgroundTasks()
 
-    def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
+    def keep(
+        self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: DrainNoticeStream | None = None
+    ) -> None:
         """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
         waiting = self._waiting.setdefault(self._key(decode), {})
         if stream is None:
@@ -71,7 +73,7 @@ class PendingDrainNotices:
         if not waiting:
             self._forget(key)
 
-    def hand_over(self, decode: common_pb2.WorkerRef, stream: Stream) -> None:
+    def hand_over(self, decode: common_pb2.WorkerRef, stream: DrainNoticeStream) -> None:
         """Send all waiting messages on a stream that was just opened."""
         key = self._key(decode)
         self._given_up.pop(key, None)
@@ -88,12 +90,12 @@ class PendingDrainNotices:
 
     # --- until it is acknowledged -------------------------------------------------------------------------
 
-    def _send(self, waiting: dict[bytes, float], transfer_id: bytes, stream: Stream) -> None:
+    def _send(self, waiting: dict[bytes, float], transfer_id: bytes, stream: DrainNoticeStream) -> None:
         waiting.pop(transfer_id, None)
         waiting[transfer_id] = self._loop.time()
         stream.send_drained(transfer_id)
 
-    def _repeat(self, key: str, stream: Stream, sent_before: float) -> None:
+    def _repeat(self, key: str, stream: DrainNoticeStream, sent_before: float) -> None:
         waiting = self._waiting.get(key, {})
         due = [transfer_id for transfer_id, sent in waiting.items() if sent <= sent_before]
         for transfer_id in due[:MAX_TOGETHER]:
@@ -113,7 +115,7 @@ class PendingDrainNotices:
         acknowledgement starts the count again.
         """
         key, failed, failures = self._key(decode), False, 0
-        last: Stream | None = None
+        last: DrainNoticeStream | None = None
         try:
             while True:
                 if not at_once:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from kv_transfer import messages as m
 from kv_transfer.prefill_side.check_replies import check_number_of_ranks, check_same_agents
 from kv_transfer.ranks import SendingRank
+from kv_transfer.transports.base import PROBE_SECONDS
 from wire import common_pb2, handoff_pb2
 
-PROBE_SECONDS = 3.0
 # As many as the idle connections that a NIXL agent keeps: other workers have no connection
 MAX_WORKERS = 1024
 

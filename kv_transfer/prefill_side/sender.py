@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
+from cluster.rpc.message_size import MESSAGE_LIMITS
 from cluster.security.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.memory import staging_bytes
@@ -23,10 +24,8 @@ from kv_transfer.ranks import SendingRank, on_event_loop
 from kv_transfer.transports.registry import usable
 from wire import common_pb2, handoff_pb2
 
-MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_LIMITS,
     # A link that replaces another needs a connection of its own: certificates are checked when one is opened.
     ("grpc.use_local_subchannel_pool", 1),
 ]

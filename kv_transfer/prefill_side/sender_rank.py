@@ -30,13 +30,13 @@ from kv_transfer.prefill_side.part_source import PartSource
 from kv_transfer.prefill_side.rank_peers import RankPeers
 from kv_transfer.prefill_side.rank_transfer import Cutting, Part, Transfer, part_header
 from kv_transfer.rank_thread import PollPace, RankThread
+from kv_transfer.transports.base import PROBE_SECONDS
 from kv_transfer.transports.registry import TRANSPORTS, Endpoints
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL_SECONDS = 0.25
-PROBE_SECONDS = 3.0
 MAX_PARTS_AHEAD = 32  # of one hand-off: requested, and not yet verified
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kv_transfer.messages import DRAM, VRAM
 
+PROBE_SECONDS = 3.0  # for the answer of a rank of another worker to a probe
+
 
 def memory_kind(device: torch.device) -> str:
     return DRAM if device.type == "cpu" else VRAM

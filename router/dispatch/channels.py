@@ -6,13 +6,13 @@ import asyncio
 
 import grpc
 
+from cluster.rpc.message_size import MESSAGE_LIMITS
 from cluster.security.tls import Peers
 from wire import decode_pb2_grpc, prefill_pb2_grpc
 
 RETIRE_SECONDS = 600.0
 _OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    *MESSAGE_LIMITS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's other pings, during which no keepalive is sent

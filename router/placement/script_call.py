@@ -202,7 +202,7 @@ class _Line(asyncio.Protocol):
             self._read(data)
         except redis.InvalidResponse as error:
             # Where the next reply begins is unknown
-            log.warning("a connection to Redis is closed; what it answers is no reply: %s", error)
+            log.warning("a connection to Redis is closed; what it answers is not a reply: %s", error)
             self.open = False
             self._transport.abort()
         self._close_if_idle()

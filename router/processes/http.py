@@ -15,9 +15,9 @@ import uvicorn
 
 from cluster.security.key_file import ApiKeys
 from cluster.sockets import readable
-from router.frontends.http.accept_queues import Accepted, AcceptQueues
-from router.frontends.http.listener import HttpServer
-from router.frontends.http.protocol import LimitedProtocol
+from router.frontends.http.connection.accept_queues import Accepted, AcceptQueues
+from router.frontends.http.connection.listener import HttpServer
+from router.frontends.http.connection.protocol import LimitedProtocol
 from router.listening import accepted_all
 from router.processes.member import Member
 

@@ -21,7 +21,7 @@ from router.processes.child_process import ChildProcess
 from router.processes.merged_metrics import MergedMetrics, Shown
 
 COLLECT_SECONDS = 5.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 class MetricsPort:
@@ -61,7 +61,7 @@ class MetricsPort:
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
-        self._timer = self._loop.call_later(LOOK_SECONDS, self._turn)
+        self._timer = self._loop.call_later(POLL_SECONDS, self._turn)
 
     def _why_not_live(self) -> list[str]:
         """Why the parent is not live; it replaces other processes that stand still."""

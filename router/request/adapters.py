@@ -30,7 +30,7 @@ def no_adapters() -> Mapping[str, str]:
     return {}
 
 
-class LoadedAdapters:
+class ModelAdapters:
     """The adapters of one model, found once per version of the membership and of the wanted adapters.
 
     No worker has a wanted one while all of its workers restart, or before they have read its files; nor any that its

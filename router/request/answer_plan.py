@@ -10,8 +10,8 @@ from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
-from router.request.first_call import FirstCall
-from router.request.grammars import RequestedGrammar, json_spec
+from router.request.grammar.requested import RequestedGrammar, json_spec
+from router.request.no_parallel_calls import FirstCall
 from router.text.conversation import Conversation, Tool
 
 T = TypeVar("T")
@@ -66,26 +66,6 @@ class Formats(Protocol):
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
         """The grammar of answers that match `spec` once the reasoning has ended. Raises ValueError."""
         ...
-
-
-class NoFormats:
-    """Answers are not parsed."""
-
-    tool_parser = reasoning_parser = ""
-    has_tool_grammar = False
-
-    def format(
-        self, conversation: Conversation, rendered: str, *, constrained: bool = False
-    ) -> ParserSource | None:
-        return None
-
-    def tool_grammar(
-        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
-    ) -> GrammarSpec:
-        raise ValueError("the model's calls have no parser")
-
-    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
-        return spec
 
 
 class AnswerPlans:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
 from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, shown, wrong
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 REASONING_EFFORTS: tuple[str, ...] = get_args(ReasoningEffort)

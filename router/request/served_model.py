@@ -13,7 +13,7 @@ from cluster.protocol.pooling import Embedding
 from router.request.adapters import Adapters, no_adapters
 from router.request.answer_formats import formats_of
 from router.request.answer_plan import AnswerPlans
-from router.request.grammars import GrammarChecks
+from router.request.grammar.requested import GrammarChecks
 from router.request.validator import Validator
 from router.text.tokenizer import ModelText
 

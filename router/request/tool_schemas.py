@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.errors import InvalidRequestError
 from router.request.answer_plan import CHOICE, AnswerPlan, parameters_field
-from router.request.grammars import RequestedGrammar, json_spec
+from router.request.grammar.requested import RequestedGrammar, json_spec
 from router.request.served_model import ServedModel
 from router.text.conversation import Conversation, Tool
 

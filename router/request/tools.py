@@ -12,8 +12,8 @@ import orjson
 from cluster.errors import InvalidRequestError
 from router.request.answer_parts import MAX_CALLED, is_called
 from router.request.fields import refuse, shown
+from router.request.grammar.schema_walk import too_deep
 from router.request.limits import FieldLimits
-from router.request.schema_walk import too_deep
 from router.text.conversation import Tool
 from router.text.tokenizer import RESERVED_KWARGS
 
@@ -39,15 +39,15 @@ def check_called(name: str, field: str) -> str:
     return name
 
 
-def read_tools(values: object, limits: FieldLimits, field: str = "tools") -> list[Tool]:
-    """OpenAI's list of tools. Raises InvalidRequestError naming the entry.
+def read_tools(values: object, limits: FieldLimits) -> list[Tool]:
+    """OpenAI's list of tools, the field `tools`. Raises InvalidRequestError naming the entry.
 
     Depth and size of the values were bounded before they were parsed.
     """
     if not isinstance(values, list):
-        raise refuse(field, "must be a list")
-    tools = [_read_tool(one, f"{field}[{index}]") for index, one in enumerate(values)]
-    check_tools(tools, limits, field)
+        raise refuse("tools", "must be a list")
+    tools = [_read_tool(one, f"tools[{index}]") for index, one in enumerate(values)]
+    check_tools(tools, limits)
     return tools
 
 

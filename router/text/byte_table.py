@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import codecs
 import logging
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from router.text.bound import steps_of
 from router.text.detokenize import REPLACEMENT, Detokenizer
-from router.text.pieces import byte_level_alphabet
+from router.text.longest_token import steps_of
+from router.text.token_bytes import FALLBACK, byte_level_alphabet
 
 MAX_VERIFIED = 1 << 19  # ids: about 5 µs each
 _TOGETHER = 16  # ids in one text that is verified
 _BATCH = 1024  # such texts in one call
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_FALLBACK: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
     {"type": "ByteFallback"},
@@ -79,7 +77,7 @@ class ByteFallbackDecoder:
         self._begin = " " if strips else ""
 
     def read(self, token: str) -> Piece:
-        byte = _FALLBACK.fullmatch(token)
+        byte = FALLBACK.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ")
 
     def join(self, pieces: Iterable[Piece]) -> str:

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
-from router.text.bound import steps_of
+from router.text.longest_token import steps_of
 from router.text.templates import TemplateTexts
 
 AskingRole = Literal["system", "developer", "user"]

@@ -21,8 +21,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
-from router.text.bound import steps_of
 from router.text.contents import SEARCHED_CHARACTERS, prefix_tree
+from router.text.longest_token import steps_of
 
 MIN_PIECE_CHARACTERS = 256  # at least, but for the last one
 # None of these is white space, combines with a character beside it, or is what sentencepiece writes for a space.

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from router.text.bound import steps_of
 from router.text.cuts import Cuts, find_cuts
+from router.text.longest_token import steps_of
 
 # Of an entry, beside its text and tokens: key, references, and its part of the table
 _ENTRY_BYTES = 250

@@ -15,14 +15,14 @@ from cluster.errors import InvalidRequestError, ModelError
 from cluster.fair_threads import FairThreads
 from cluster.protocol import model_limits, output_head
 from cluster.protocol.pooling import Embedding
-from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
-from router.text.pieces import TokenPieces
+from router.text.longest_token import most_bytes
 from router.text.single_calls import needs_single_calls, with_single_calls
 from router.text.templates import MARK_NAME, WRITTEN_NAME, TemplateTexts, template_environment
+from router.text.token_bytes import TokenPieces
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 log = logging.getLogger(__name__)

@@ -88,7 +88,7 @@ def test_a_device_or_a_pipe_is_no_file_to_replace(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
     for path in (Path("/dev/null"), tmp_path / "pipe", tmp_path / "link"):
-        with pytest.raises(ConfigError, match="it is no regular file") as caught:
+        with pytest.raises(ConfigError, match="it is not a regular file") as caught:
             check_writable(path, "--state-file", "state_file")
         assert caught.value.field == "state_file"
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)

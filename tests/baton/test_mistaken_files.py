@@ -69,9 +69,9 @@ def test_a_folder_or_other_content_where_a_file_belongs(model, said, tmp_path):
     assert f"--config {tmp_path} cannot be read: Is a directory" in said("pools", "--config", str(tmp_path))
     other = tmp_path / "other"
     other.write_bytes(b"\xff\xfe")
-    assert f"{other} is no text in UTF-8" in said(*ask, "--api-keys-file", str(other))
+    assert f"{other} is not text in UTF-8" in said(*ask, "--api-keys-file", str(other))
     other.write_text("pools:")
-    assert f"--config {other} is no JSON: " in said("pools", "--config", str(other))
+    assert f"--config {other} is not JSON: " in said("pools", "--config", str(other))
     other.write_text("[]")
     assert f"--config {other} describes no pools" in said("pools", "--config", str(other))
     for workers in ("3", "[3]", '{"role": "prefill"}'):

@@ -68,7 +68,7 @@ def main(
             help="Prefill workers of one rank with KV in bf16, decode workers of two with KV in int8."
         ),
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Of each router.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of each router.")] = 1,
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
     form = Form(1, 2, mixed=True) if mixed else Form(tensor_parallel, tensor_parallel)

@@ -36,7 +36,7 @@ from tests.harness.checkpoints import make_checkpoint
 LONGEST_SECONDS = 1.0  # of a stream's life
 SPREAD_SECONDS = 0.1  # of a round's cancels
 STATUS_SECONDS = 1.0  # workers publish every 0.5 s, routers read every 0.25 s
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 OUT = Path("out/cancels")
 console = Console(width=150, highlight=False)
 
@@ -126,7 +126,7 @@ async def _reclaimed(target: Target, crowd: _Crowd, wait_seconds: float) -> None
         if now - since > wait_seconds + STATUS_SECONDS:
             seen.leaks = found
             return
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def summary(rounds: Sequence[Round]) -> str:

@@ -58,7 +58,7 @@ def looks(watch: FloodWatch, pair: Pair, number: int, read: int, answer: bytes =
 
 @pytest.fixture
 def watch(pair: Pair) -> FloodWatch:
-    return FloodWatch(pair.port, LOOKS * connections.LOOK_SECONDS)
+    return FloodWatch(pair.port, LOOKS * connections.POLL_SECONDS)
 
 
 def test_a_connection_that_is_sent_to_without_a_pause_ends(watch: FloodWatch, pair: Pair) -> None:
@@ -146,7 +146,7 @@ def test_looks_that_fail_go_on_with_one_line_in_the_log(
             watch.close()
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(connections, "unread_connections", look)
     watch._run()
     assert len(failed) == 3

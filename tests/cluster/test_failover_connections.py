@@ -24,7 +24,7 @@ READONLY = b"-READONLY You can't write against a read only replica.\r\n"
 
 
 def test_the_thread_that_asks_sentinels_ends_with_its_last_connection(fake, monkeypatch) -> None:
-    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(sentinels, "POLL_SECONDS", 0.02)
     before = {one for one in threading.enumerate() if one.name == "redis-master"}  # of earlier tests
     server = fake(lambda command: b"+PONG\r\n")
     sentinel = fake(says(names_master(server.port)))
@@ -44,7 +44,7 @@ def test_the_thread_that_asks_sentinels_ends_with_its_last_connection(fake, monk
 
 
 def test_a_blocking_client_leaves_a_replaced_master_that_still_answers(fake, monkeypatch) -> None:
-    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(sentinels, "POLL_SECONDS", 0.02)
     old, new = fake(lambda command: b"+PONG\r\n"), fake(lambda command: b"+PONG\r\n")
     sentinel = fake(says(names_master(old.port)))
     with connect(f"redis+sentinel://{sentinel.address}/m?protocol=2") as client:
@@ -54,7 +54,7 @@ def test_a_blocking_client_leaves_a_replaced_master_that_still_answers(fake, mon
 
 
 async def test_clients_of_the_loop_leave_a_replaced_master_that_still_answers(fake, monkeypatch) -> None:
-    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(sentinels, "POLL_SECONDS", 0.02)
     old, new = fake(answering(b":1\r\n")), fake(answering(b":2\r\n"))
     sentinel = fake(says(names_master(old.port)))
     url = f"redis+sentinel://{sentinel.address}/m?protocol=2"

@@ -46,7 +46,7 @@ def test_a_sentinel_of_another_master_is_no_help(fake) -> None:
 )
 def test_an_answer_that_is_no_sentinels_ends_nothing(fake, monkeypatch, odd: bytes) -> None:
     """The next Sentinel is asked, and the master is followed on."""
-    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sentinels, "POLL_SECONDS", 0.01)
     wrong, right = fake(says(odd)), fake(says(names_master(5)))
     finder = finder_of(wrong, right)
     assert [finder.find() for _ in range(2)] == [Address("127.0.0.1", 5)] * 2
@@ -185,7 +185,7 @@ def test_sentinels_that_were_set_up_anew_are_believed_after_a_while(fake, monkey
 
 def test_a_sentinel_whose_epoch_is_wrong_is_outvoted(monkeypatch) -> None:
     """It is believed again once it agrees with the others, or once they have been away for long."""
-    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 1e3)
+    monkeypatch.setattr(sentinels, "POLL_SECONDS", 1e3)
     now = 0.0
     monkeypatch.setattr(sentinels, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
     seeds = seeds_of("redis+sentinel://a,b,c/m")

@@ -202,7 +202,7 @@ def test_calls_of_ray_give_their_result_or_their_error() -> None:
 
 
 def test_a_call_ends_when_the_head_hangs_or_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_head, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(ray_head, "_POLL_SECONDS", 0.01)
     never = threading.Event()
     with pytest.raises(SetupError, match=r"connecting by .* did not end within 0 s"):
         call_ray(HEAD, "connecting", never.wait, 0.05, probe=lambda *_: "responds")

@@ -57,8 +57,13 @@ class CountedMachine(StateMachine[Any]):
     """Replaces the product's StateMachine for hand-offs and attempts, and counts transitions."""
 
     def __init__(self, initial: Any, table: Any, name: str = ""):
-        kind = "decode" if name.startswith("decode") else "hand-off"
-        super().__init__(initial, table, name, lambda old, new: REACHED.hit(step_name(kind, old, new)))
+        super().__init__(initial, table, name)
+        self._kind = "decode" if name.startswith("decode") else "hand-off"
+
+    def to(self, new: Any) -> None:
+        old = self.state
+        super().to(new)
+        REACHED.hit(step_name(self._kind, old, new))
 
 
 def prompt_of(transfer_id: bytes) -> list[int]:

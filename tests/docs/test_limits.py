@@ -12,9 +12,9 @@ from cluster.grammar.spec import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_CHOICES
 from cluster.membership.known_adapters import MAX_REMOVED
 from engine.lora.loaded import READ_SECONDS
 from router.frontends.http.adapters import WAIT_SECONDS
-from router.frontends.http.requests import COMPLETION_TOKENS
+from router.frontends.http.openai.requests import COMPLETION_TOKENS
 from router.frontends.http.responses.request import MAX_METADATA
-from router.request.schema_walk import MAX_DEPTH
+from router.request.grammar.schema_walk import MAX_DEPTH
 from router.request.tool_schemas import MAX_REFUSED
 from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARG_NAME, MAX_KWARGS, NAME
 from router.request.validator import MAX_REQUEST_ID

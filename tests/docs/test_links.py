@@ -12,6 +12,7 @@ from tests.docs.pages import HISTORY, ROOT, pages, present_pages
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)|(?:src|href)=\"(?!https?://)([^\"]+)\"")
 TESTS = re.compile(r"`(test_\w+(?:…|\.py)?)`")  # … stands for the rest of a name
 NAMED = re.compile(r"`((?:[a-z_]+/)+[A-Za-z0-9_.{},*-]*)`")
+SOURCES = re.compile(r"`(\w+\.(?:py|lua|proto))`")  # without their folder
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"out"}
 
 
@@ -48,6 +49,16 @@ def names_of_tests() -> set[str]:
     files = [*(ROOT / "tests").rglob("test_*.py")]
     functions = [name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())]
     return {*functions, *(file.name for file in files)}
+
+
+@pytest.fixture(scope="module")
+def names_of_files() -> set[str]:
+    return {path.name for folder in TOP for path in (ROOT / folder).rglob("*.*")}
+
+
+@pytest.mark.parametrize("page", present_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_sources_named_without_their_folder_exist(page: Path, names_of_files: set[str]) -> None:
+    assert not set(SOURCES.findall(page.read_text())) - names_of_files
 
 
 @pytest.mark.parametrize("page", present_pages(), ids=lambda page: str(page.relative_to(ROOT)))

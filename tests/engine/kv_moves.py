@@ -13,7 +13,7 @@ from kv_transfer.device.cpu import CpuCopier
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE
 from kv_transfer.layout.geometry import plan_flows
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from tests.engine.rank_parts import heads, layers
 
 HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 2, 12
@@ -40,8 +40,8 @@ def move(
             blocks = slice(tokens.start // page, -(-tokens.stop // page))
             numbers = len(tokens) * config.num_layers * 2 * (flow.head_end - flow.head_begin)
             part = torch.empty(numbers * source.kv_cache[0, 0, 0, 0, 0].nbytes, dtype=torch.uint8)
-            sent = Place(layers(source), heads(source, flow), tokens, from_blocks[blocks])
-            kept = Place(layers(target), heads(target, flow), tokens, to_blocks[blocks])
+            sent = CacheRegion(layers(source), heads(source, flow), tokens, from_blocks[blocks])
+            kept = CacheRegion(layers(target), heads(target, flow), tokens, to_blocks[blocks])
             CpuCopier(source.kv_cache).read(sent, part, NONE, REACHED, to_host=True)
             CpuCopier(target.kv_cache, conversion).scatter(part, kept, REACHED)
             moved += part.nbytes

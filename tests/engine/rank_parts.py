@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
@@ -35,10 +35,14 @@ def move(sources: list[ModelRunner], from_blocks, targets: list[ModelRunner], to
             size = len(tokens) * config.num_layers * 2 * (flow.head_end - flow.head_begin) * config.head_dim
             part = torch.empty(size)
             gather(
-                source.kv_cache, part, Place(layers(source), heads(source, flow), tokens, from_blocks[blocks])
+                source.kv_cache,
+                part,
+                CacheRegion(layers(source), heads(source, flow), tokens, from_blocks[blocks]),
             )
             scatter(
-                target.kv_cache, part, Place(layers(target), heads(target, flow), tokens, to_blocks[blocks])
+                target.kv_cache,
+                part,
+                CacheRegion(layers(target), heads(target, flow), tokens, to_blocks[blocks]),
             )
 
 

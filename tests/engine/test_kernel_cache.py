@@ -14,7 +14,7 @@ import torch
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
-from engine.ops import cpu_conversion, cpu_jobs, cpu_kernels, cpu_llvm
+from engine.ops import cpu_conversion, cpu_job_kernels, cpu_jobs, cpu_kernels, cpu_llvm
 from engine.sampling import cpu_cuts, cpu_draw
 from tests.engine.compiled_by_requests import kernels
 
@@ -111,7 +111,7 @@ def test_a_processor_that_llvm_does_not_know_has_no_cache(monkeypatch):
 @pytest.mark.long
 def test_processes_that_compile_at_once_do_not_mix_up_their_code(tmp_path, monkeypatch):
     """Both find no index, write one each, and then their code, the first one last."""
-    made, held = cpu_jobs._kernel.__wrapped__, []
+    made, held = cpu_job_kernels._kernel.__wrapped__, []
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as at_once:
         at_once.setattr(IndexDataCacheFile, "_load_index", lambda file: {})

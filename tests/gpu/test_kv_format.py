@@ -27,7 +27,7 @@ from engine.runner import ModelRunner
 from kv_transfer.device.base import REACHED
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.geometry import gather
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from tests.harness.checkpoints import prompt_ids
 
 pytestmark = pytest.mark.gpu
@@ -137,9 +137,9 @@ def some_cache(like: Tensor) -> Tensor:
 
 
 PARTS = [
-    Place(range(3), range(4), range(128), [4, 1, 9, 6, 0, 2, 8, 3]),  # whole blocks of a whole rank
-    Place(range(1, 3), range(2, 4), range(5, 75), [7, 1, 9, 6, 0]),  # two heads, cut at both ends
-    Place(range(1), range(1), range(18, 21), [5]),  # inside a block
+    CacheRegion(range(3), range(4), range(128), [4, 1, 9, 6, 0, 2, 8, 3]),  # whole blocks of a whole rank
+    CacheRegion(range(1, 3), range(2, 4), range(5, 75), [7, 1, 9, 6, 0]),  # two heads, cut at both ends
+    CacheRegion(range(1), range(1), range(18, 21), [5]),  # inside a block
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kv_transfer.device.base import Mark, ReadPart
 from kv_transfer.device.cpu import CpuCopier
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Work:
     run: Callable[[], Any]
     after: Mark | None = None
     value: Any = None
-    place: Place | None = None
+    region: CacheRegion | None = None
 
     def result(self) -> Any:
         return self.value
@@ -76,15 +76,17 @@ class ScriptedCopier:
     def enqueued(self) -> Reached:
         return Reached(list(self.works))
 
-    def pieces(self, place: Place, least_bytes: int) -> None: ...
+    def pieces(self, region: CacheRegion, least_bytes: int) -> None: ...
 
-    def read(self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool) -> Work | None:
+    def read(
+        self, region: CacheRegion, into: Tensor, kind: str, after: Mark, *, to_host: bool
+    ) -> Work | None:
         def run() -> ReadPart:
-            read = self.inner.read(place, into, kind, after, to_host=to_host).result()
+            read = self.inner.read(region, into, kind, after, to_host=to_host).result()
             self.unreleased += 1
             return replace(read, release=self._release)
 
-        return self._enqueue(Work("read", run, after, place=place))
+        return self._enqueue(Work("read", run, after, region=region))
 
     def _release(self) -> None:
         self.unreleased -= 1
@@ -95,9 +97,9 @@ class ScriptedCopier:
     def digest(self, data: Tensor, kind: str) -> Work | None:
         return self._enqueue(Work("digest", lambda: self.inner.digest(data, kind).result()))
 
-    def scatter(self, data: Tensor, place: Place, after: Mark) -> Work | None:
-        run = lambda: self.inner.scatter(data, place, after).result()  # noqa: E731
-        return self._enqueue(Work("scatter", run, after, place=place))
+    def scatter(self, data: Tensor, region: CacheRegion, after: Mark) -> Work | None:
+        run = lambda: self.inner.scatter(data, region, after).result()  # noqa: E731
+        return self._enqueue(Work("scatter", run, after, region=region))
 
     def _enqueue(self, work: Work) -> Work | None:
         if len(self.waiting) >= self.works_at_once:

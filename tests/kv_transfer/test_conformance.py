@@ -17,7 +17,7 @@ from kv_transfer.device import cpu
 from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from kv_transfer.prefill_side import part_source
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import (
@@ -102,9 +102,9 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
     """And a cut one from a copy; a part that arrived corrupted is read once more from where it lies."""
     copied: list[range] = []
 
-    def gather(cache, data, place: Place) -> None:
-        copied.append(place.tokens)
-        geometry.gather(cache, data, place)
+    def gather(cache, data, region: CacheRegion) -> None:
+        copied.append(region.tokens)
+        geometry.gather(cache, data, region)
 
     monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
     monkeypatch.setattr(cpu, "gather", gather)

@@ -13,7 +13,7 @@ from engine import kv_blocks
 from kv_transfer.device.base import REACHED
 from kv_transfer.device.cpu import CpuCopier
 from kv_transfer.layout.conversion import Conversion
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, config, decode_side, prefill_side
 from worker.ranks import local
 
@@ -45,9 +45,9 @@ async def test_parts_are_converted_as_they_land(prefill_tp, decode_tp) -> None:
 def test_a_block_that_does_not_exist_is_refused() -> None:
     cache = torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM + 2, dtype=torch.int8)
     part = torch.zeros(LAYERS * 2 * HEADS * DIM * 4, dtype=torch.uint8)
-    place = Place(range(LAYERS), range(HEADS), range(1), [BLOCKS])
+    region = CacheRegion(range(LAYERS), range(HEADS), range(1), [BLOCKS])
     with pytest.raises(IndexError, match=f"of a cache of {BLOCKS}"):
-        CpuCopier(cache, TO_INT8).scatter(part, place, REACHED)
+        CpuCopier(cache, TO_INT8).scatter(part, region, REACHED)
 
 
 def worker(model: Path, role: str, **engine: object) -> WorkerConfig:

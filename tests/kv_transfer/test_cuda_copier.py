@@ -20,13 +20,13 @@ from kv_transfer.device.cuda import HOST_PARTS, WORKS, CudaCopier, EventMark
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, SUM64, digest
 from kv_transfer.layout.geometry import gather
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from tests.kv_transfer.fake_cuda import DeviceTensor, FakeCuda
 
 BLOCKS, LAYERS, HEADS, PAGE, DIM = 12, 3, 6, 4, 8
 PART_BYTES = 1 << 16
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-WHOLE = Place(range(LAYERS), range(HEADS), range(2 * PAGE), [7, 2])
+WHOLE = CacheRegion(range(LAYERS), range(HEADS), range(2 * PAGE), [7, 2])
 
 
 @pytest.fixture(autouse=True)
@@ -56,31 +56,31 @@ class Rig:
         self.copier.use_thread()
         self.cuda.log.clear()
 
-    def expected(self, place: Place) -> torch.Tensor:
-        token = len(place.layers) * 2 * len(place.heads) * self.host.shape[5]
-        part = torch.empty(token * len(place.tokens), dtype=self.host.dtype)
-        gather(self.host, part, place)
+    def expected(self, region: CacheRegion) -> torch.Tensor:
+        token = len(region.layers) * 2 * len(region.heads) * self.host.shape[5]
+        part = torch.empty(token * len(region.tokens), dtype=self.host.dtype)
+        gather(self.host, part, region)
         return part.view(torch.uint8)
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Place:
+def regions(draw: st.DrawFn) -> CacheRegion:
     first, last = sorted(draw(st.lists(st.integers(0, LAYERS), min_size=2, max_size=2, unique=True)))
     heads = sorted(draw(st.lists(st.integers(0, HEADS), min_size=2, max_size=2, unique=True)))
     begin = draw(st.integers(0, 20))
     end = begin + draw(st.integers(1, 6 * PAGE))
     count = -(-end // PAGE) - begin // PAGE
     blocks = draw(st.permutations(range(BLOCKS)))[:count]
-    return Place(range(first, last), range(*heads), range(begin, end), list(blocks))
+    return CacheRegion(range(first, last), range(*heads), range(begin, end), list(blocks))
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from(DTYPES), to_host=st.booleans())
-def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
+@given(region=regions(), dtype=st.sampled_from(DTYPES), to_host=st.booleans())
+def test_a_part_is_read_as_the_cpu_reads_it(region, dtype, to_host):
     rig = Rig(cache(dtype))
-    expected = rig.expected(place)
+    expected = rig.expected(region)
     into = rig.memory[: expected.numel()]
-    reading = rig.copier.read(place, into, SUM64, REACHED, to_host=to_host)
+    reading = rig.copier.read(region, into, SUM64, REACHED, to_host=to_host)
     assert reading is not None
     read = reading.result()
     assert read is not None
@@ -94,25 +94,25 @@ def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from(DTYPES))
-def test_a_part_is_scattered_where_the_cpu_scatters_it(place, dtype):
+@given(region=regions(), dtype=st.sampled_from(DTYPES))
+def test_a_part_is_scattered_where_the_cpu_scatters_it(region, dtype):
     rig, there = Rig(torch.zeros_like(cache(dtype))), cache(dtype)
-    size = rig.expected(place).numel()
+    size = rig.expected(region).numel()
     part = torch.empty(size // there.element_size(), dtype=dtype)
-    gather(there, part, place)
+    gather(there, part, region)
     rig.memory.host[:size] = part.view(torch.uint8)
-    scattering = rig.copier.scatter(rig.memory[:size], place, REACHED)
+    scattering = rig.copier.scatter(rig.memory[:size], region, REACHED)
     assert scattering is not None and scattering.result()
     expected = torch.zeros_like(rig.host)
-    CpuCopier(expected).scatter(part.view(torch.uint8), place, REACHED)
-    assert torch.equal(rig.host, expected), "a byte of another place was written, or one is missing"
+    CpuCopier(expected).scatter(part.view(torch.uint8), region, REACHED)
+    assert torch.equal(rig.host, expected), "a byte of another region was written, or one is missing"
     assert sum(what == "index_copy_" for what, _ in rig.cuda.log) <= 1
     assert not rig.cuda.wrong
 
 
 @settings(max_examples=50, deadline=None)
-@given(place=places())
-def test_a_part_is_converted_without_waiting(place):
+@given(region=regions())
+def test_a_part_is_converted_without_waiting(region):
     """As a CPU does it, on the copier's stream."""
     conversion = Conversion(torch.float32, DIM, kv_blocks.write_part)
     there, cuda = cache(), FakeCuda()
@@ -121,27 +121,27 @@ def test_a_part_is_converted_without_waiting(place):
     memory = copier.allocate(PART_BYTES)
     copier.use_thread()
     cuda.log.clear()
-    part = torch.empty(len(place.tokens) * len(place.layers) * 2 * len(place.heads) * DIM)
-    gather(there, part, place)
+    part = torch.empty(len(region.tokens) * len(region.layers) * 2 * len(region.heads) * DIM)
+    gather(there, part, region)
     size = 4 * part.numel()
     memory.host[:size] = part.view(torch.uint8)  # type: ignore[attr-defined]
-    scattering = copier.scatter(memory[:size], place, REACHED)
+    scattering = copier.scatter(memory[:size], region, REACHED)
     assert scattering is not None and scattering.result() and not cuda.wrong
     expected = torch.zeros_like(host)
-    CpuCopier(expected, conversion).scatter(part.view(torch.uint8), place, REACHED)
+    CpuCopier(expected, conversion).scatter(part.view(torch.uint8), region, REACHED)
     assert torch.equal(host, expected)
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [3, BLOCKS]])
 def test_a_block_that_does_not_exist_is_found_before_the_device_sees_it(ids):
     rig = Rig()
-    place = Place(range(LAYERS), range(HEADS), range(2 * PAGE), ids)
+    region = CacheRegion(range(LAYERS), range(HEADS), range(2 * PAGE), ids)
     size = rig.expected(WHOLE).numel()
     for _ in range(2 * WORKS):  # and costs no buffer
         with pytest.raises(IndexError, match="blocks"):
-            rig.copier.read(place, rig.memory[:size], SUM64, REACHED, to_host=False)
+            rig.copier.read(region, rig.memory[:size], SUM64, REACHED, to_host=False)
         with pytest.raises(IndexError, match="blocks"):
-            rig.copier.scatter(rig.memory[:size], place, REACHED)
+            rig.copier.scatter(rig.memory[:size], region, REACHED)
     assert not rig.cuda.log
 
 

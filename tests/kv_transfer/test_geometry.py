@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.protocol.kv_heads import head_range
 from kv_transfer.layout.digest import SUM64, XXH3_128, digest
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 
 LAYERS, DIM, PAGE = 3, 4, 4
 
@@ -51,11 +51,15 @@ def test_every_head_of_every_rank_arrives_once(plain, heads, source_tp, target_t
             span = range(begin, end)
             source_heads = range(flow.head_begin - first, flow.head_end - first)
             gather(
-                sources[flow.source_rank], part, Place(range(LAYERS), source_heads, span, source_ids[used])
+                sources[flow.source_rank],
+                part,
+                CacheRegion(range(LAYERS), source_heads, span, source_ids[used]),
             )
             target_heads = range(flow.head_begin - base, flow.head_end - base)
             scatter(
-                targets[flow.target_rank], part, Place(range(LAYERS), target_heads, span, target_ids[used])
+                targets[flow.target_rank],
+                part,
+                CacheRegion(range(LAYERS), target_heads, span, target_ids[used]),
             )
     for target, own in zip(targets, ranges, strict=True):
         assert torch.equal(target, _cache(whole, target_ids, own))

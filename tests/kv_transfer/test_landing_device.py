@@ -13,7 +13,7 @@ from kv_transfer.decode_side import landing
 from kv_transfer.decode_side.receiver_rank import SETTLE_POLLS, Settling
 from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.device.cpu import CpuCopier
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import CacheRegion
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, Device, config, decode_side
 from tests.kv_transfer.scripted_copier import ScriptedCopier
@@ -186,8 +186,8 @@ async def test_an_exception_between_two_works_is_reported_after_the_first(rig, m
     """The slot may be granted again then: what was enqueued must have read it."""
     scatter = rig.copier.scatter
 
-    def half(data: torch.Tensor, place: Place, after: object) -> None:
-        scatter(data, place, after)  # type: ignore[arg-type]
+    def half(data: torch.Tensor, region: CacheRegion, after: object) -> None:
+        scatter(data, region, after)  # type: ignore[arg-type]
         raise RuntimeError("no memory on the device")
 
     monkeypatch.setattr(rig.copier, "scatter", half)

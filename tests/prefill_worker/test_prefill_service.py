@@ -21,7 +21,7 @@ from cluster.rpc import errors
 from engine.request import EngineRequest, FinishReason
 from prefill_worker import role as role_module
 from prefill_worker.worker import PrefillService
-from router.frontends.http.requests import CompletionRequest, read_request
+from router.frontends.http.openai.requests import CompletionRequest, read_request
 from router.request.validator import Envelope, Validator
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World

@@ -5,11 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.config.router import RouterConfig
+from cluster.grammar.spec import GrammarSpec
 from router.request.adapters import Adapters, no_adapters
-from router.request.answer_plan import AnswerPlans, Formats, NoFormats
-from router.request.grammars import GrammarChecks
+from router.request.answer_plan import AnswerPlans, Formats
+from router.request.completion import ParserSource
+from router.request.grammar.requested import GrammarChecks
 from router.request.served_model import ServedModel
 from router.request.validator import Validator
+from router.text.conversation import Conversation
+
+
+class NoFormats:
+    """Answers are not parsed."""
+
+    tool_parser = reasoning_parser = ""
+    has_tool_grammar = False
+
+    def format(
+        self, conversation: Conversation, rendered: str, *, constrained: bool = False
+    ) -> ParserSource | None:
+        return None
+
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
+        raise ValueError("the model's calls have no parser")
+
+    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+        return spec
+
 
 NO_FORMATS = NoFormats()
 

@@ -125,7 +125,7 @@ async def test_what_was_unloaded_while_it_was_read_is_not_loaded(then, world, mo
 
 async def test_slow_files_do_not_keep_others_from_being_unloaded(world, monkeypatch):
     monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
-    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("worker.adapters.POLL_SECONDS", 0.001)
     world.wanted = {"x": Wanted("a", "1")}
     await world.changes.follow()
     world.wanted = {"y": Wanted("b", "1"), "x": Wanted("a", "1")}

@@ -23,7 +23,7 @@ def world(tmp_path) -> World:
 async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
     """Neither another one of the same look, nor one that comes meanwhile, nor one that waits for a slot."""
     monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0.001)
-    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("worker.adapters.POLL_SECONDS", 0.005)
     world.runner.count = 3
     world.runner.slow = {"slow": 10**9}
     world.wanted = {"slow": Wanted("slow", "1"), "x": Wanted("a", "1")}
@@ -54,7 +54,7 @@ async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
 
 async def test_a_worker_that_stops_waits_for_no_files(world, monkeypatch):
     """It ends what repeats, which cancels nothing (cluster/periodic.py)."""
-    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("worker.adapters.POLL_SECONDS", 60.0)
     world.runner.slow, world.wanted = {"a": 10**9}, {"x": Wanted("a", "1")}
     following = asyncio.create_task(world.changes.follow())
     while not world.runner.reading:
@@ -100,7 +100,7 @@ async def test_so_many_are_read_at_a_time(world, monkeypatch):
 async def test_refusals_end_with_their_entries_although_others_are_read(world, monkeypatch):
     """Files that do not answer, tried again in turns, may keep readings going without a pause."""
     monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0.001)
-    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("worker.adapters.POLL_SECONDS", 0.005)
     world.runner.slow = {"a": 10**9}
     world.wanted = {"slow": Wanted("a", "1"), "bad": Wanted("missing", "1")}
     following = asyncio.create_task(world.changes.follow())

@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.errors import DrainingError
 from tests.harness.virtual_time import VirtualLoop
-from worker.drain import END_SECONDS, LOOK_SECONDS, SUCCESSOR_SECONDS, drain
+from worker.drain import END_SECONDS, POLL_SECONDS, SUCCESSOR_SECONDS, drain
 from worker.health import TICK_SECONDS, Health, Phase
-from worker.leaving import Leaving
+from worker.shutdown import Shutdown
 
 MIGRATE, LIMIT, STALL = 3.0, 8.0, 4.0
-SLACK = 3 * LOOK_SECONDS
+SLACK = 3 * POLL_SECONDS
 FORWARD = list(Phase)
 
 
@@ -94,7 +94,7 @@ class LeavingMachine(RuleBasedStateMachine):
             self.ticking = self.loop.create_task(self.health.tick())
             config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT)
             role: Any = self.role
-            self.worker = Leaving(
+            self.worker = Shutdown(
                 config,
                 role,
                 health=self.health,
@@ -208,7 +208,7 @@ class LeavingMachine(RuleBasedStateMachine):
         self.the_engine(moves)
         self.is_told_to_leave("stop")
 
-    @rule(seconds=st.sampled_from([LOOK_SECONDS, SUCCESSOR_SECONDS, 2.0, LIMIT + END_SECONDS]))
+    @rule(seconds=st.sampled_from([POLL_SECONDS, SUCCESSOR_SECONDS, 2.0, LIMIT + END_SECONDS]))
     def time_passes(self, seconds: float) -> None:
         hangs = not self.engine_moves and not self.role.unread  # those are waited for in any case
         idle = self.role.idle()

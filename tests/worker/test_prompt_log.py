@@ -18,7 +18,7 @@ from worker.link import outgoing
 from worker.link.handle import Handle, HandleState
 from worker.link.outgoing import Outgoing
 from worker.metrics import of_queue, of_requests
-from worker.prompt_room import PromptRoom
+from worker.prompt_scores_room import PromptScoresRoom
 from worker.request_counts import RequestCounts
 
 COUNT, TOP = 2000, 20
@@ -165,7 +165,7 @@ def scored_spec(tenant: str = "", count: int = COUNT, priority: int = 0) -> comm
 
 
 async def enters(
-    room: PromptRoom, log: AttemptLog, tenant: str = "", priority: int = 0
+    room: PromptScoresRoom, log: AttemptLog, tenant: str = "", priority: int = 0
 ) -> asyncio.Task[None]:
     task = asyncio.create_task(room.enter(scored_spec(tenant, priority=priority), log, 60.0))
     await asyncio.sleep(0)
@@ -176,7 +176,7 @@ async def enters(
 async def test_unread_log_probabilities_are_bounded():
     """Two prompts fill the room; the next one of the same tenant waits until one of them is read but for a window."""
     size = COUNT * (4 + 8 * (1 + TOP))
-    room, logs = PromptRoom(30.0, 2 * size), [log_of() for _ in range(5)]
+    room, logs = PromptScoresRoom(30.0, 2 * size), [log_of() for _ in range(5)]
     packed = scores(COUNT - 1)
     assert packed.ranks.nbytes + packed.token_ids.nbytes + packed.logprobs.nbytes <= size
     tasks = [await enters(room, log, "t") for log in logs[:4]]
@@ -207,7 +207,7 @@ async def test_unread_log_probabilities_are_bounded():
 
 async def test_a_link_that_attaches_behind_the_prompt_gives_its_room_back():
     """The credit that said so may be lost with the link before."""
-    room, log = PromptRoom(30.0), log_of()
+    room, log = PromptScoresRoom(30.0), log_of()
     await enters(room, log)
     log.add_prompt_output(PromptOutput("r", 1, scores(COUNT - 1)))
     held = room.held_bytes
@@ -219,7 +219,7 @@ async def test_a_link_that_attaches_behind_the_prompt_gives_its_room_back():
 async def test_requests_that_hold_room_keep_none_of_a_higher_class_out():
     """They hold it while they wait for their turn, which those of a higher class have first."""
     size = COUNT * (4 + 8 * (1 + TOP))
-    room, logs = PromptRoom(30.0, size), [log_of() for _ in range(5)]
+    room, logs = PromptScoresRoom(30.0, size), [log_of() for _ in range(5)]
     asked = [(-1, True), (0, True), (1, True), (1, False), (-1, False)]
     tasks = []
     for log, (priority, enters_now) in zip(logs, asked, strict=True):
@@ -238,7 +238,7 @@ async def test_requests_that_hold_room_keep_none_of_a_higher_class_out():
 
 
 async def test_requests_that_wait_for_room_are_queued():
-    room, queue = PromptRoom(30.0, 1), Admissions(1)
+    room, queue = PromptScoresRoom(30.0, 1), Admissions(1)
     status = of_requests(WorkerStatus(), [], queue, room, RequestCounts())  # type: ignore[arg-type]
     assert status.queued == 0
     logs = [log_of() for _ in range(2)]

@@ -171,7 +171,7 @@ def test_handshakes_begin_by_addresses_in_turns(monkeypatch: pytest.MonkeyPatch)
 
 def test_connections_that_wait_begin_although_none_can_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the descriptors that accepting lacks."""
-    monkeypatch.setattr(remote, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "POLL_SECONDS", 0.01)
     accept = socket.socket.accept
 
     def accept_first(port: socket.socket) -> Any:

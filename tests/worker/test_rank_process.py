@@ -191,7 +191,7 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
 @pytest.mark.parametrize("what", ["the warm-up", "reading adapter x"])
 def test_a_rank_that_hangs_before_the_worker_serves_ends_the_start(what, monkeypatch):
     """The watch of a worker that serves does not run yet, and a collective operation has no time-out."""
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
     rank = FakeRank(silent=START_SECONDS - 1)
 
     def operate(*_: object) -> None:

@@ -16,7 +16,7 @@ from worker.self_check import SelfCheck
 
 @pytest.fixture
 async def host(monkeypatch):
-    monkeypatch.setattr(self_check, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(self_check, "POLL_SECONDS", 0.001)
     runner = FakeRunner(8, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=b"s")
     made = EngineHost(

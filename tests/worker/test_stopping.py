@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from worker.health import Phase
-from worker.leaving import Leaving
+from worker.shutdown import Shutdown
 
 
 class Parts:
@@ -30,7 +30,7 @@ class Parts:
         return do
 
 
-def stopping(parts: Any, broken: str = "") -> Leaving:
+def stopping(parts: Any, broken: str = "") -> Shutdown:
     def closer(name: str) -> Any:
         async def close() -> None:
             parts.did.append(name)
@@ -41,7 +41,7 @@ def stopping(parts: Any, broken: str = "") -> Leaving:
 
     role: Any = SimpleNamespace(idle=lambda: True, closers=lambda: [closer("attempts"), closer("side")])
     config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=1.0, drain_seconds=1.0)
-    return Leaving(
+    return Shutdown(
         config,
         role,
         health=parts,

@@ -25,7 +25,7 @@ from worker.ranks import pipe as p
 
 log = logging.getLogger(__name__)
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
-LEAVING_LOOK_SECONDS = 1.0
+LEAVING_POLL_SECONDS = 1.0
 Pipe = p.RankPipe[p.FromRankProcess, p.ToRankProcess]
 Send = Callable[[p.FromRankProcess], None]
 
@@ -91,7 +91,7 @@ def _report_leaving(file: Path, send: Send) -> None:
     """Report repeatedly: the leader may not listen yet."""
     with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
         while True:
-            time.sleep(LEAVING_LOOK_SECONDS)
+            time.sleep(LEAVING_POLL_SECONDS)
             if file.exists():
                 send(p.Leaving())
 

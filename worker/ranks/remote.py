@@ -39,7 +39,7 @@ SECRETS = {
     *("secret", "secret_file", "redis_url", "redis_password", "redis_password_file"),
     *("index_url", "index_password", "index_password_file"),
 }
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
 KILL_SECONDS = 2.0
 MAX_HANDSHAKES = 64  # at the same time: each has a thread
@@ -132,7 +132,7 @@ class RankListener:
         while not self._closed:
             self._end_overdue()
             try:
-                self._listener.settimeout(0.0 if self._waiting else LOOK_SECONDS)
+                self._listener.settimeout(0.0 if self._waiting else POLL_SECONDS)
                 peer, _ = self._listener.accept()
             except (TimeoutError, BlockingIOError):
                 self._begin_next()
@@ -142,7 +142,7 @@ class RankListener:
             except OSError as error:
                 if not self._closed:  # no descriptor is free, for example
                     log.warning("%s: the port for ranks does not accept: %s", self._worker_id, error)
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(POLL_SECONDS)
                     self._begin_next()  # which frees descriptors
                 continue
             peer.settimeout(None)

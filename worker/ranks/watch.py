@@ -26,7 +26,7 @@ from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 # Between two observations of a busy loop; after a longer one this process was stopped
 MAX_PERIOD_SECONDS = 2.0
 
@@ -75,7 +75,7 @@ class RankWatch:
     ) -> None:
         """Kill ranks silent for `seconds` until `over` is set. Time in which this process was stopped itself is added."""
         looked = clock()
-        while not over.wait(LOOK_SECONDS):
+        while not over.wait(POLL_SECONDS):
             now = clock()
             seconds += max(0.0, now - looked - MAX_PERIOD_SECONDS)
             looked = now
@@ -106,4 +106,4 @@ class RankWatch:
                 silent[rank.rank] = silent.get(rank.rank, -passed) + passed  # 0 at the first observation
                 if silent[rank.rank] >= stall_seconds:
                     return fail(InternalError(f"rank {rank.rank} has been silent for {stall_seconds:.0f} s"))
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)

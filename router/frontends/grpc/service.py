@@ -38,7 +38,7 @@ from router.request import model_hint
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
-from router.request.grammars import RequestedGrammar, json_spec, lark_spec, text_spec
+from router.request.grammar.requested import RequestedGrammar, json_spec, lark_spec, text_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed

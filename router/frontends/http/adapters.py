@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
 WAIT_SECONDS = 60.0  # for the workers
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 REDIS_SECONDS = 1.0  # for one answer, while workers are waited for
 # For other routers, and processes of this one, to read what this one has seen: a client's next request may go there
 SPREAD_SECONDS = 2 * REFRESH_SECONDS
@@ -234,7 +234,7 @@ class AdapterCalls:
                     "status at /v1/cluster says why the others have not",
                     limit=f"{WAIT_SECONDS:.0f} s",
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             await self._gateway.services.members.refresh_status()
 
 

@@ -21,15 +21,15 @@ from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
 from router.frontends.http.anthropic.models import asks_as_anthropic, shown_list, shown_model
-from router.frontends.http.embeddings import Embeddings
+from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.errors import error_body, failure_response
-from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
-from router.frontends.http.generate import Generate
+from router.frontends.http.openai.embeddings import Embeddings
+from router.frontends.http.openai.generate import Generate
+from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses.endpoint import Responses
 from router.frontends.http.serving import Serving
-from router.frontends.http.tokenize import Tokenizing
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
 from router.request.served_model import ServedModel, listed

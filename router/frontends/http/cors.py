@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message
 
-from router.frontends.http.exchange import RawHeaders
+from router.frontends.http.connection.exchange import RawHeaders
 
 SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "x-should-retry")  # to pages of other origins
 

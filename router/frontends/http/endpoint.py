@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from router.frontends.http.exchange import Exchange
+from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.serving import Admit, ParsedRequest, Serving
 from router.observe.traces import Arrival
 

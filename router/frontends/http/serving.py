@@ -20,11 +20,11 @@ from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
 from router.frontends.answer_room import expect_answer
 from router.frontends.http.answer_size import AnswerSize, answer_size
-from router.frontends.http.body import discard_body, read_json
-from router.frontends.http.exchange import Exchange, Written
+from router.frontends.http.connection.body import discard_body, read_json
+from router.frontends.http.connection.exchange import Exchange, Written
+from router.frontends.http.connection.long_body import LongResponse
+from router.frontends.http.connection.protocol import KEEPS
 from router.frontends.http.gate import caller_of, connection_of
-from router.frontends.http.long_body import LongResponse
-from router.frontends.http.protocol import KEEPS
 from router.frontends.start_turn import start_turn
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival

@@ -29,7 +29,7 @@ class Percentiles(NamedTuple):
     p99: float | None = None
 
 
-class Point(NamedTuple):
+class ChartPoint(NamedTuple):
     ttft: Percentiles = Percentiles()
     itl: Percentiles = Percentiles()
     requests_per_second: float = 0.0
@@ -72,7 +72,7 @@ class History:
         self._last: dict[str, RouterReport] = {}
         self._last_tick: float | None = None
         self._slots: deque[_Slot] = deque(maxlen=round(RECENT_SECONDS / TICK_SECONDS))
-        self.points: deque[Point] = deque(maxlen=POINTS)
+        self.points: deque[ChartPoint] = deque(maxlen=POINTS)
 
     def tick(self, now: float, reports: Mapping[str, RouterReport]) -> None:
         """`now`: seconds of a monotonic clock."""
@@ -91,9 +91,9 @@ class History:
         started_again = report.uptime_seconds < before.uptime_seconds
         return report.counts if started_again else report.counts.since(before.counts)
 
-    def recent(self) -> Point:
+    def recent(self) -> ChartPoint:
         """Rates of the last 10 s, percentiles of the last minute."""
-        rates = self.points[-1] if self.points else Point()
+        rates = self.points[-1] if self.points else ChartPoint()
         latencies = _point(*self._within(RECENT_SECONDS))
         return rates._replace(ttft=latencies.ttft, itl=latencies.itl)
 
@@ -125,9 +125,9 @@ class History:
         return taken, sum(slot.seconds for slot in taken) or 1.0
 
 
-def _point(slots: Sequence[_Slot], seconds: float) -> Point:
+def _point(slots: Sequence[_Slot], seconds: float) -> ChartPoint:
     counts = Counts.total(slot.total for slot in slots)
-    return Point(
+    return ChartPoint(
         Percentiles(*map(counts.ttft.percentile, _SHARES)),
         Percentiles(*map(counts.itl.percentile, _SHARES)),
         sum(counts.requests) / seconds,

@@ -195,7 +195,7 @@ def decode(raw: bytes) -> RouterReport | None:
 
 def _number(value: Any, most: int) -> float:
     if type(value) not in (int, float) or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is no number in 0 … {most}")
+        raise ValueError(f"{value!r} is not a number in 0 … {most}")
     return float(value)
 
 

@@ -11,15 +11,15 @@ from router.observe.live.history import (
     RECENT_SECONDS,
     TICK_SECONDS,
     WINDOW_SECONDS,
+    ChartPoint,
     FlowRates,
     History,
     Percentiles,
-    Point,
     RouterRates,
 )
 from router.observe.live.worker_rates import RatesOfWorkers, WorkerRates
 
-Figures: TypeAlias = Point | Percentiles | RouterRates | FlowRates | WorkerRates
+Figures: TypeAlias = ChartPoint | Percentiles | RouterRates | FlowRates | WorkerRates
 
 GONE_SECONDS = 3 * TICK_SECONDS  # three reports are missing
 _STATUS = (
@@ -95,16 +95,16 @@ def _figures(of: Figures) -> dict[str, Any]:
     }
 
 
-def _columns(points: Iterable[Point]) -> dict[str, list[float | None]]:
+def _columns(points: Iterable[ChartPoint]) -> dict[str, list[float | None]]:
     """A list for each line of the charts, oldest first."""
-    columns: dict[str, list[float | None]] = {name: [] for name in _flat(Point())}
+    columns: dict[str, list[float | None]] = {name: [] for name in _flat(ChartPoint())}
     for point in points:
         for name, value in _flat(point).items():
             columns[name].append(_short(value))
     return columns
 
 
-def _flat(point: Point) -> dict[str, float | None]:
+def _flat(point: ChartPoint) -> dict[str, float | None]:
     flat = {f"ttft_{part}": value for part, value in point.ttft._asdict().items()}
     flat |= {f"itl_{part}": value for part, value in point.itl._asdict().items()}
     return flat | {name: value for name, value in point._asdict().items() if name not in ("ttft", "itl")}

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.decision import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.decode_demand import DecodeDemand, StepModel
-from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
@@ -65,7 +65,7 @@ def test_a_status_below_zero_hides_no_other_workers_load() -> None:
 
     def demand(*statuses: WorkerStatus) -> DecodeDemand:
         workers = [WorkerSample(str(number), one) for number, one in enumerate(statuses)]
-        return DecodeDemand(make_config(), Flows(), [], workers, StepModel(), 60.0)
+        return DecodeDemand(make_config(), ActivityHistory(), [], workers, StepModel(), 60.0)
 
     assert demand(busy, liar).sequences == 40
     assert demand(busy, liar).needed_for_kv() == demand(busy).needed_for_kv()

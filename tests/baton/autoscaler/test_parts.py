@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from baton.autoscaler.activity import ActivityHistory
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Observation, PoolDecision, PoolObservation, Reason, WorkerSample
 from baton.autoscaler.decode_demand import StepModel
-from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
@@ -19,15 +19,15 @@ def test_rates_survive_workers_that_come_go_and_start_again() -> None:
     def made(name: str, tokens: float) -> WorkerSample:
         return WorkerSample(name, WorkerStatus(output_tokens=tokens))
 
-    flows = Flows()
-    flows.update(0.0, [made("a", 1e9)])  # an old worker, seen for the first time
-    flows.update(10.0, [made("a", 1e9 + 50), made("b", 400)])
-    assert flows.over(60.0).output_tokens == 50
-    flows.update(20.0, [made("b", 450), made("a", 3)])
-    assert flows.over(60.0).output_tokens == 100
-    assert flows.over(10.0).output_tokens == 50
-    assert flows.over(10.0, skip=10.0).output_tokens == 50
-    assert flows.over(60.0).seconds == 20.0
+    activity = ActivityHistory()
+    activity.update(0.0, [made("a", 1e9)])  # an old worker, seen for the first time
+    activity.update(10.0, [made("a", 1e9 + 50), made("b", 400)])
+    assert activity.over(60.0).output_tokens == 50
+    activity.update(20.0, [made("b", 450), made("a", 3)])
+    assert activity.over(60.0).output_tokens == 100
+    assert activity.over(10.0).output_tokens == 50
+    assert activity.over(10.0, skip=10.0).output_tokens == 50
+    assert activity.over(60.0).seconds == 20.0
 
 
 def test_a_workers_status_is_read_by_the_policy_unchanged() -> None:
@@ -36,13 +36,13 @@ def test_a_workers_status_is_read_by_the_policy_unchanged() -> None:
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
     before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (RequestCounts(), arrivals))
-    flows = Flows()
-    flows.update(0.0, [before])
-    flow = flows.update(1.0, [after])["w"]
-    assert (flow.arrived_requests, flow.arrived_tokens, flow.first_tokens) == (1, 100, 4)
-    assert flow.first_tokens_within(0.5) == 0.5
-    assert flow.first_tokens_within(2.5) == pytest.approx(0.625)  # half of a bucket
-    assert flow.first_tokens_within(30.0) == 0.75
+    activity = ActivityHistory()
+    activity.update(0.0, [before])
+    one = activity.update(1.0, [after])["w"]
+    assert (one.arrived_requests, one.arrived_tokens, one.first_tokens) == (1, 100, 4)
+    assert one.first_tokens_within(0.5) == 0.5
+    assert one.first_tokens_within(2.5) == pytest.approx(0.625)  # half of a bucket
+    assert one.first_tokens_within(30.0) == 0.75
 
 
 def test_the_step_model_fits_a_line_and_predicts_only_within_its_data() -> None:

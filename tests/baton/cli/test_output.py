@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.cli import output, talk
+from baton.cli import client_commands, output
 from baton.cli.main import main
 from cluster.errors import ConfigError
 from tests.harness import stub_inference
@@ -27,7 +27,7 @@ def router() -> Iterator[StubRouter]:
 def test_an_answer_is_printed_as_it_came(router, monkeypatch, capsys):
     monkeypatch.setattr(stub_inference, "text_of", lambda token_id: TEXT)
     monkeypatch.setattr(output.console, "_width", 40)
-    talk.generate("a", target=router.address, max_tokens=2)
+    client_commands.generate("a", target=router.address, max_tokens=2)
     assert capsys.readouterr().out == 2 * TEXT + "\n"
 
 
@@ -35,7 +35,7 @@ def test_an_answer_is_printed_as_it_came(router, monkeypatch, capsys):
 def test_an_answer_controls_no_terminal_and_reaches_a_pipe_as_it_is(router, monkeypatch, capsys, terminal):
     monkeypatch.setattr(stub_inference, "text_of", lambda token_id: "\x1b[2Ja")
     monkeypatch.setattr(output.console, "_force_terminal", terminal)
-    talk.generate("a", target=router.address, max_tokens=1)
+    client_commands.generate("a", target=router.address, max_tokens=1)
     assert capsys.readouterr().out == ("\ufffd" if terminal else "\x1b") + "[2Ja\n"
 
 

@@ -61,7 +61,7 @@ def wait_running(monkeypatch: pytest.MonkeyPatch, *states: str, seconds: float =
         status = shown.pop(0) if len(shown) > 1 else shown[0]
         return {"applications": {"baton": {"status": status, "message": "no GPU"}} if status else {}}
 
-    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(pools, "POLL_SECONDS", 0.0)
     pools._wait_running("http://h:1", SimpleNamespace(get_serve_details=details), ["baton"], seconds)
 
 

@@ -78,7 +78,7 @@ def test_an_engine_section_may_be_empty_and_no_number(checkpoint):
         assert (engine.threads, engine.page_size) == (3, 8)
     others: list[Any] = [5, 0, [], False]
     for other in others:
-        with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
+        with pytest.raises(ConfigError, match="--config: engine of decode is not a section"):
             UpOptions(model, sections={"worker": shared, "decode": {"engine": other}})
 
 

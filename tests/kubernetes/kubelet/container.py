@@ -14,7 +14,7 @@ from tests.kubernetes.kubelet.runtime import Plan
 from tests.kubernetes.kubelet.sandbox import Sandbox
 
 START_SECONDS = 20.0
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.005
 
 
 class Processes:
@@ -56,7 +56,7 @@ class Container:
         # Earlier there is no place to run a hook in, and no process that a signal could end.
         end = time.monotonic() + START_SECONDS
         while not made.exists() and self._process.poll() is None and time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self.started_at = time.time()
 
     @property

@@ -23,7 +23,7 @@ from router.admission.shares import Share, Taken
 from router.admission.tally import LocalTally
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http.generate import Generate
+from router.frontends.http.openai.generate import Generate
 from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
 from router.quota.quota import Use

@@ -16,7 +16,7 @@ from cluster.errors import UnauthenticatedError
 from cluster.security.keys import Caller
 from router.admission.admission import ByteBudget
 from router.admission.low_priority import SECONDS_PER_STEP, LowPriority
-from router.frontends.http.body import read_json
+from router.frontends.http.connection.body import read_json
 from router.frontends.http.gate import Gate
 from router.request.json_scan import SCAN_BYTES
 from tests.harness.waiting import turns

@@ -12,10 +12,10 @@ from router.dispatch.attempt_events import Source
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
-from router.frontends.http.events import Events
-from router.frontends.http.exchange import Exchange
-from router.frontends.http.requests import StreamOptions
-from router.frontends.http.shapes import CompletionShape
+from router.frontends.http.connection.exchange import Exchange
+from router.frontends.http.openai.events import Events
+from router.frontends.http.openai.requests import StreamOptions
+from router.frontends.http.openai.shapes import CompletionShape
 from router.link.token import PlainToken, Token
 from router.request.completion import Completion, Delta, text_delta
 from tests.harness.calls import count_calls

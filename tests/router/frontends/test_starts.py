@@ -18,8 +18,9 @@ from cluster.errors import CancelledError, InvalidRequestError, OverloadedError
 from cluster.security.keys import Caller
 from router.admission.start_queue import Client
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http import generate, serving
+from router.frontends.http import serving
 from router.frontends.http.gate import caller_of
+from router.frontends.http.openai import generate
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served

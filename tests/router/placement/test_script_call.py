@@ -110,7 +110,7 @@ async def test_a_connection_without_replies_is_closed_and_opened_again(reply, ca
         await asyncio.sleep(0.001)
     assert await script([], [], SECONDS) == 7
     (record,) = caplog.records
-    assert "what it answers is no reply" in record.message and record.exc_info is None
+    assert "what it answers is not a reply" in record.message and record.exc_info is None
     await line.close()
     fake.close()
 

@@ -19,7 +19,7 @@ from router.dispatch.services import Services
 from router.frontends.http.adapters import AdapterCalls
 from router.placement.kv_groups import kv_group_of
 from router.placement.types import Reason
-from router.request.adapters import KnownNames, LoadedAdapters, NoWorkers, digests
+from router.request.adapters import KnownNames, ModelAdapters, NoWorkers, digests
 from router.request.completion import Completion
 from router.request.options import GenerationOptions
 from router.request.resume_tickets import Tickets
@@ -62,11 +62,11 @@ def test_most_ready_workers_decide_what_a_name_means():
         decode = replace(workers((("a", digest),))[0], role="decode")
         assert digests([decode, *workers(*[(("a", other),)] * 3)]) == {"a": digest}
     view = [some]
-    loaded = LoadedAdapters(lambda: view[0])
+    loaded = ModelAdapters(lambda: view[0])
     assert loaded() is loaded()
     view[0] = some[:1]
     assert loaded() == {"a": OLD}
-    assert LoadedAdapters(lambda: some, lambda worker: worker.worker_id == "w2")() == {"a": NEW}
+    assert ModelAdapters(lambda: some, lambda worker: worker.worker_id == "w2")() == {"a": NEW}
 
 
 class Deployment:
@@ -75,7 +75,7 @@ class Deployment:
     def __init__(self, *adapters: tuple[tuple[str, str], ...]):
         self.workers = workers(*adapters)
         self.wanted: Mapping[str, Wanted] = {}
-        self.loaded = LoadedAdapters(
+        self.loaded = ModelAdapters(
             lambda: self.workers,
             lambda one: one.served_model == "",
             lambda: self.wanted,
@@ -226,7 +226,7 @@ def test_what_was_unloaded_while_its_model_had_no_workers_is_unknown():
     view: Any = SimpleNamespace(
         workers=workers((("called", OLD), ("set", NEW))), wanted={"called": Wanted("d", "1")}
     )
-    loaded = LoadedAdapters(lambda: view.workers, wanted=lambda: view.wanted)
+    loaded = ModelAdapters(lambda: view.workers, wanted=lambda: view.wanted)
     assert loaded() == {"called": OLD, "set": NEW}
     view.workers = []
     assert loaded() == {"called": "", "set": ""}
@@ -272,7 +272,7 @@ def test_kv_groups_without_the_adapter_are_named_while_another_one_has_it() -> N
 def test_a_name_of_a_call_may_be_that_of_a_setting_later():
     """Then it stays while its model has no workers."""
     view: Any = SimpleNamespace(workers=workers((("a", OLD),)), wanted={"a": Wanted("d", "1")})
-    loaded = LoadedAdapters(lambda: view.workers, wanted=lambda: view.wanted)
+    loaded = ModelAdapters(lambda: view.workers, wanted=lambda: view.wanted)
     assert loaded() == {"a": OLD}
     view.workers, view.wanted = workers(()), {}
     assert loaded() == {}

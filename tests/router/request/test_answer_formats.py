@@ -8,7 +8,7 @@ import pytest
 
 from router.request.answer_formats import ModelFormats
 from router.request.answer_parts import CallBegin, ContentText, ReasoningText
-from router.request.grammars import ANY_OBJECT
+from router.request.grammar.requested import ANY_OBJECT
 from router.text.conversation import Conversation, Tool
 
 TOOL = Tool("f", None, {}, strict=False)

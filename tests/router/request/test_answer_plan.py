@@ -9,9 +9,10 @@ import pytest
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec
 from router.request.answer_parts import CallArguments, CallBegin, ContentText
-from router.request.answer_plan import AnswerPlans, NoFormats
-from router.request.grammars import ANY_OBJECT, RequestedGrammar
+from router.request.answer_plan import AnswerPlans
+from router.request.grammar.requested import ANY_OBJECT, RequestedGrammar
 from router.text.conversation import Conversation, Tool
+from tests.router.stub_model import NoFormats
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
 FORMAT = SimpleNamespace(marker_texts={}, parser=None)

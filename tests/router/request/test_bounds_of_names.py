@@ -15,9 +15,9 @@ from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import read_conversation
 from router.frontends.http.anthropic.blocks import read_messages as read_blocks
 from router.frontends.http.responses.tools import _choice
+from router.request.grammar.schema_walk import too_deep
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
-from router.request.schema_walk import too_deep
 from router.text.conversation import Conversation
 from wire import inference_pb2 as pb
 

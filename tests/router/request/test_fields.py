@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.frontends.grpc.service import GrpcOptions
+from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.frontends.http.openapi.document import request_schemas
-from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.request.fields import RequestModel, filled, read, shown
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.options import DEFAULTS, GenerationOptions

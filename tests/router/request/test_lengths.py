@@ -21,9 +21,9 @@ from cluster.errors import (
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.frontends.field_names import renamed
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http import generate
 from router.frontends.http.anthropic.endpoint import _NAMES as _MESSAGES
-from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
+from router.frontends.http.openai import generate
+from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.frontends.http.responses.endpoint import _NAMES as _RESPONSES
 from router.frontends.http.serving import Serving
 from router.observe.traces import Arrival

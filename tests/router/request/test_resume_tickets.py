@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import InvalidRequestError
 from router.request.completion import Completion
-from router.request.first_call import FirstCall
+from router.request.no_parallel_calls import FirstCall
 from router.request.resume_tickets import GRACE_SECONDS, Tickets, name_of
 from router.text.parsers.registry import format_of
 from wire import common_pb2

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, grammar_from_wire
-from router.request import grammars
 from router.request.answer_formats import ModelFormats
 from router.request.answer_plan import CHOICE, AnswerPlans
-from router.request.grammars import ANY_OBJECT, GrammarChecks, RequestedGrammar, json_spec
+from router.request.grammar import requested
+from router.request.grammar.requested import ANY_OBJECT, GrammarChecks, RequestedGrammar, json_spec
 from router.request.tool_schemas import MAX_REFUSED, checked_plan
 from router.request.tools import allowed_tools
 from router.text.conversation import Conversation, Tool
@@ -142,7 +142,7 @@ async def test_a_free_choice_needs_none():
 
 async def test_the_calls_that_follow_match(tmp_path, monkeypatch):
     """By the library: annotations are no reason to give a schema up."""
-    monkeypatch.setattr(grammars, "CHECK_SECONDS", 100)
+    monkeypatch.setattr(requested, "CHECK_SECONDS", 100)
     text = (make_model_text(tmp_path) / "tokenizer.json").read_text()
     checks = GrammarChecks(text, VOCAB, (2,))
     try:

@@ -12,7 +12,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import check_conversation, read_conversation
 from router.frontends.http.anthropic.tools import read_tools as read_anthropic
-from router.frontends.http.requests import ChatCompletionRequest, read_request
+from router.frontends.http.openai.requests import ChatCompletionRequest, read_request
 from router.frontends.http.responses.input_items import read_items
 from router.request import json_text
 from router.request.json_scan import SCAN_BYTES, JsonScan

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import Client
 from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
-from router.frontends.grpc.other_calls import CALLS_PER_CONNECTION, READ_SECONDS, READS
+from router.frontends.grpc.health_calls import CALLS_PER_CONNECTION, READ_SECONDS, READS
 from tests.harness.router import KeyFile, known_key
 from tests.harness.waiting import wait_for
 from tests.security.attacks.grpc_frames import ALONE, CHECK, WATCH, address, empty_calls, hold, unread

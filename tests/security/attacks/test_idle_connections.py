@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 from baton.client import ClientTls
 from cluster.config.router import ConnectionLimits
 from router.admission.descriptors import max_silent
-from router.frontends.http.listener import MAX_HANDSHAKES
-from router.frontends.http.protocol import limited
+from router.frontends.http.connection.listener import MAX_HANDSHAKES
+from router.frontends.http.connection.protocol import limited
 from tests.harness.router import run_router
 from tests.harness.waiting import until, wait_for
 

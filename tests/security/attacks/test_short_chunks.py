@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from router.frontends.http.short_chunks import MAX_SHORT_CHUNKS, SHORT_BYTES
+from router.frontends.http.connection.short_chunks import MAX_SHORT_CHUNKS, SHORT_BYTES
 from tests.harness.router import KeyFile, Router, known_key
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nauthorization: Bearer {}\r\n\r\n"

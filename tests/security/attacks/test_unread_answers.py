@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
+from router.frontends.http.connection.protocol import MAX_REFUSED
 from router.frontends.http.gate import GENERATE
-from router.frontends.http.protocol import MAX_REFUSED
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 from tests.security.attacks.endpoints import ENDPOINTS, PATHS

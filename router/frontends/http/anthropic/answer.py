@@ -18,8 +18,8 @@ import orjson
 from cluster.errors import BatonError
 from router.frontends.http.anthropic.content import Content, event
 from router.frontends.http.anthropic.errors import messages_error_body
+from router.frontends.http.openai.shapes import baton
 from router.frontends.http.responses.answer import parts_of
-from router.frontends.http.shapes import baton
 from router.request.completion import Completion, Delta, Outcome
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

@@ -19,16 +19,16 @@ from router.frontends.http.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
 )
-from router.frontends.http.body import KeptBody
+from router.frontends.http.connection.body import KeptBody
+from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.errors import error_headers, typed
-from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
-from router.frontends.http.requests import read_request
+from router.frontends.http.openai.requests import read_request
+from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.serving import Admit, ParsedRequest, Reader, Serving, request_id
-from router.frontends.http.tokenize import Tokenizing
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import MAX_REQUEST_ID, Envelope

@@ -21,9 +21,9 @@ from router.frontends.http.anthropic.tools import (
     check_choice,
     read_tools,
 )
-from router.frontends.http.grammar_fields import schema_grammar
-from router.frontends.http.neutral_fields import Ignored
-from router.frontends.http.requests import (
+from router.frontends.http.openai.grammar_fields import schema_grammar
+from router.frontends.http.openai.neutral_fields import Ignored
+from router.frontends.http.openai.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
@@ -32,7 +32,7 @@ from router.frontends.http.requests import (
     counted_messages,
 )
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, unsupported, wrong
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import Flag, GenerationOptions, StopStrings, template_effort
 from router.request.tools import tools_size

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, PlainValidator
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
-from router.frontends.http.requests import counted_tools
+from router.frontends.http.openai.requests import counted_tools
 from router.request.fields import RequestModel, read, refuse
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.tools import check_named, check_tools, make_tool

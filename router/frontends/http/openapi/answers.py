@@ -22,7 +22,7 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 from router.gateway import RequestGateway
-from router.observe.live.history import POINTS, Percentiles, Point
+from router.observe.live.history import POINTS, ChartPoint, Percentiles
 from router.request.permissions import ADMIN_TIMINGS
 from wire import inference_pb2
 
@@ -312,14 +312,14 @@ def _cluster_live() -> Schema:
 
 def _now() -> Schema:
     percentiles = some(**{name: optional(NUMBER) for name in Percentiles._fields})
-    figures = {name: percentiles if name in _PERCENTILES else optional(NUMBER) for name in Point._fields}
+    figures = {name: percentiles if name in _PERCENTILES else optional(NUMBER) for name in ChartPoint._fields}
     return some(requests_in_flight=NUMBER, no_handoff=text(), **figures)
 
 
 def _history() -> Schema:
     """A list for every line of a chart, oldest first; null for intervals without data."""
     line = array(optional(NUMBER), maxItems=POINTS)
-    rates = [name for name in Point._fields if name not in _PERCENTILES]
+    rates = [name for name in ChartPoint._fields if name not in _PERCENTILES]
     latencies = [f"{name}_{part}" for name in _PERCENTILES for part in Percentiles._fields]
     return some(interval_seconds=NUMBER, **dict.fromkeys((*latencies, *rates), line))
 

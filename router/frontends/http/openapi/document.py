@@ -9,12 +9,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_jso
 from router.frontends.http.adapters import LOAD, UNLOAD
 from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
-from router.frontends.http.embeddings import EmbeddingRequest
+from router.frontends.http.openai.embeddings import EmbeddingRequest
+from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from router.frontends.http.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
-from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
 from router.frontends.http.responses.request import ResponseRequest
-from router.frontends.http.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from router.gateway import RequestGateway
 from router.request.fields import filled
 from router.request.limits import FieldLimits

@@ -14,9 +14,9 @@ from itertools import chain
 import orjson
 
 from cluster.errors import BatonError
+from router.frontends.http.connection.exchange import Written
+from router.frontends.http.connection.long_body import SLICE_BYTES, Lists
 from router.frontends.http.errors import error_body
-from router.frontends.http.exchange import Written
-from router.frontends.http.long_body import SLICE_BYTES, Lists
 from router.frontends.http.responses.output_items import Event, OutputItems
 from router.frontends.http.responses.shape import ResponseShape
 from router.link.token import Token

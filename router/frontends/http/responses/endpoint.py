@@ -10,16 +10,16 @@ import orjson
 
 from cluster.security.keys import Caller
 from router.frontends.field_names import renamed
+from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.endpoint import CreatingEndpoint
-from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
-from router.frontends.http.requests import read_request
+from router.frontends.http.openai.requests import read_request
+from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.responses.answer import ResponseForm
 from router.frontends.http.responses.request import ResponseRequest
 from router.frontends.http.responses.shape import ResponseShape
 from router.frontends.http.responses.truncation import MAX_CUTS, Turns
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
-from router.frontends.http.tokenize import Tokenizing
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.permissions import check_allowed

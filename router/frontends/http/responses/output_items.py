@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from cluster.errors import InternalError
-from router.frontends.http.long_body import Lists
+from router.frontends.http.connection.long_body import Lists
 from router.frontends.http.responses.input_items import encrypted
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 

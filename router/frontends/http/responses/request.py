@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
-from router.frontends.http.neutral_fields import Ignored
-from router.frontends.http.requests import (
+from router.frontends.http.openai.neutral_fields import Ignored
+from router.frontends.http.openai.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
@@ -29,7 +29,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
-from router.request.grammars import RequestedGrammar
+from router.request.grammar.requested import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import (
     AnswerTokens,

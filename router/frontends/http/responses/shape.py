@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from cluster.errors import BatonError, GrammarDeadEndError, InvalidRequestError, OverloadedError, cut
+from router.frontends.http.openai.shapes import baton, token_logprobs
 from router.frontends.http.responses.request import ENCRYPTED_REASONING, LOGPROBS, ResponseRequest
-from router.frontends.http.shapes import baton, token_logprobs
 from router.link.token import Token
 from router.request.completion import Completion, Outcome
 from router.text.tokenizer import ModelText

@@ -8,7 +8,7 @@ from pydantic import PlainValidator
 from pydantic.json_schema import WithJsonSchema
 
 from cluster.grammar.spec import GrammarSpec
-from router.frontends.http.grammar_fields import JSON_SCHEMA, plain_grammar, schema_grammar
+from router.frontends.http.openai.grammar_fields import JSON_SCHEMA, plain_grammar, schema_grammar
 from router.request.fields import RequestModel, wrong
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 
 from cluster.errors import UnsupportedFieldError
-from router.frontends.http.requests import counted_tools
+from router.frontends.http.openai.requests import counted_tools
 from router.request.fields import RequestModel, late, limits_of, refuse, unsupported, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.tools import (

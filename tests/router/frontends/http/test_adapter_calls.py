@@ -27,7 +27,7 @@ from cluster.membership.wanted_adapters import Wanted
 from cluster.protocol.times import REFRESH_SECONDS
 from router.frontends.http.adapters import LOAD, SPREAD_SECONDS, UNLOAD, AdapterCalls
 from router.frontends.http.openapi.document import build_document
-from router.request.adapters import LoadedAdapters
+from router.request.adapters import ModelAdapters
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
@@ -59,8 +59,8 @@ class Cluster:
         )
         self.gateway.services = services
 
-        def of(model: str) -> LoadedAdapters:
-            return LoadedAdapters(
+        def of(model: str) -> ModelAdapters:
+            return ModelAdapters(
                 lambda: members.all,
                 lambda one: self._serves(one, model),
                 lambda: self.wanted,
@@ -262,7 +262,7 @@ async def test_a_router_of_one_model_needs_no_name(text):
 async def test_a_load_ends_when_its_adapter_changes_between_two_looks(text, monkeypatch, again):
     """It answered with the digest of what the other call has loaded since, or waited for its whole time."""
     monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", 30.0)
-    monkeypatch.setattr("router.frontends.http.adapters.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("router.frontends.http.adapters.POLL_SECONDS", 0.0)
     cluster = Cluster(text)
     cluster.loads = False
     follow = cluster.follow

@@ -14,7 +14,7 @@ from cluster.errors import OverloadedError
 from cluster.security.keys import Caller
 from router.admission.admission import FREE_BYTES, ByteBudget
 from router.frontends.http.answer_size import MAX_ENTRY_BYTES, MIN_ENTRY_BYTES, answer_size
-from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
+from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.request.validator import Envelope, Validator
 from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import ScriptedGateway, scripted

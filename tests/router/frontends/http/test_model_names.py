@@ -20,7 +20,7 @@ from cluster.membership.wanted_adapters import Wanted
 from cluster.security.keys import Caller
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
-from router.request.adapters import LoadedAdapters
+from router.request.adapters import ModelAdapters
 from router.request.served_model import NameWatch, further_models, listed
 from tests.router.frontends.golden.stub_gateway import StubGateway, stub_of_two_models
 from tests.router.request.adapter_workers import workers
@@ -118,8 +118,8 @@ def test_a_name_stays_with_the_model_whose_workers_had_it(gateway: StubGateway) 
     text, view = gateway.first.text, SimpleNamespace(workers=list[WorkerInfo]())
     several = StubGateway(text, {"models": gateway.config.models})
 
-    def of(model: str) -> LoadedAdapters:
-        return LoadedAdapters(lambda: view.workers, lambda one: one.served_model == model)
+    def of(model: str) -> ModelAdapters:
+        return ModelAdapters(lambda: view.workers, lambda one: one.served_model == model)
 
     several.first = stub_model(several.config, text, adapters=of("tiny"))
     several.further = further_models(several.config, {"second": text}, of)

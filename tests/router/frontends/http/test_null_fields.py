@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config.router import RouterConfig
+from router.frontends.http.openai.requests import ChatCompletionRequest, read_request
 from router.frontends.http.openapi import document
-from router.frontends.http.requests import ChatCompletionRequest, read_request
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.request import ResponseRequest
 from router.request.fields import RequestModel
-from router.request.grammars import ANY_OBJECT
+from router.request.grammar.requested import ANY_OBJECT
 from router.request.limits import FieldLimits
 from router.request.messages import read_messages
 

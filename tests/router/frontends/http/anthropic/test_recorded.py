@@ -19,7 +19,7 @@ from cluster.errors import (
 )
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest, ThinkingParam
 from router.frontends.http.errors import error_response
-from router.frontends.http.requests import read_request
+from router.frontends.http.openai.requests import read_request
 from router.request.answer_parts import ContentText
 from tests.router.frontends.http.anthropic.events import ASK, events_of
 from tests.router.frontends.http.anthropic.record import RECORDED, WEATHER

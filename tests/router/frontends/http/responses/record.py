@@ -15,7 +15,7 @@ import openai
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from router.frontends.http.long_body import Lists
+from router.frontends.http.connection.long_body import Lists
 from router.frontends.http.responses.output_items import OutputItems
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InternalError
-from router.frontends.http.long_body import Lists
+from router.frontends.http.connection.long_body import Lists
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.output_items import OutputItems
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
