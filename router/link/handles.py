@@ -44,9 +44,12 @@ class Handles:
         return handle
 
     def drop(self, number: int) -> None:
+        """Read no more of it. Where the worker has answered neither with an end nor to a cancel, it is told: an attempt
+        behind a full window sends nothing, and would keep its blocks for as long as the link is up."""
         handle = self._open.pop(number, None)
         if handle is not None:
             handle.not_cancelled()
+            self._close(number)
 
     def attaches(self) -> list[link_pb2.LinkAttach]:
         """The entries of a new connection's list. The worker cancels handles that it does not name."""
@@ -155,8 +158,7 @@ class Handles:
 
     def _end(self, entry: link_pb2.HandleEnd) -> None:
         handle = self._open.pop(entry.handle, None)
-        self._outgoing.close(entry.handle)
-        self._flush_soon()
+        self._close(entry.handle)
         if handle is None:
             self._identity.not_read()
             return
@@ -182,6 +184,9 @@ class Handles:
     def _not_read(self, number: int) -> None:
         """Count and close a handle that was given up without an answer: without Close it would hold its blocks."""
         self._identity.not_read()
+        self._close(number)
+
+    def _close(self, number: int) -> None:
         self._outgoing.close(number)
         self._flush_soon()
 
@@ -195,7 +200,7 @@ class Handles:
         log.error(
             "attempt %s failed at an entry of its worker", handle.reader.transfer_id.hex(), exc_info=error
         )
-        self._open.pop(handle.number, None)
+        self.drop(handle.number)
         try:
             handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
         except Exception:

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.errors import PeerLostError
 from cluster.link.framing import to_frame
+from cluster.protocol.link import WINDOW_TOKENS
 from router.link.connection import ENTRIES_PER_TURN, entries_of
 from router.link.identity import RouterIdentity
 from router.link.outgoing import attach_frames
@@ -137,6 +138,26 @@ async def test_an_attempt_that_is_no_longer_read_is_cancelled_at_its_worker(pair
     tokens(one.log, 0, 1)
     await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled")
     assert pair.links.unread() >= 1
+
+
+async def test_an_attempt_behind_a_full_window_that_is_given_up_is_cancelled_at_its_worker(pair):
+    """No token of it comes that would show that it is still there, and its link may be up for an hour."""
+    one = pair.read()
+    await pair.up()
+    tokens(one.log, 0, WINDOW_TOKENS)
+    await until(lambda: len(one.tokens[0]) == WINDOW_TOKENS, "its window is full")
+    one.handle.close()  # neither the link nor the call has answered its cancel
+    await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled", 5.0)
+    assert not pair.links.unread()
+
+
+async def test_an_attempt_that_failed_at_an_entry_is_cancelled_at_its_worker(pair):
+    """Also where no call reaches it."""
+    one = pair.read(fails=True)
+    await pair.up()
+    tokens(one.log, 0, 1)
+    await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled", 5.0)
+    assert one.error is not None
 
 
 @pytest.mark.parametrize("large", ["top_logprobs", "embedding"])
