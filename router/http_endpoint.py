@@ -91,8 +91,9 @@ class HttpEndpoint:
             await self._server.accept_last(self._listeners)
 
     async def close_port(self) -> None:
-        """Also for processes that share it. Open connections are served until `stop`."""
-        await self._server.close_port(self._listeners)
+        """Also for processes that share it; without effect once it is closed. Open connections are served until `stop`."""
+        if self._listeners[0].fileno() >= 0:
+            await self._server.close_port(self._listeners)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -92,6 +92,7 @@ class Router:
         self._reading = Periodic("reading keys and certificates", REFRESH_SECONDS, self._read_files)
         self._serving: asyncio.Task[None] | None = None
         self._without_parent: asyncio.Task[None] | None = None
+        self._drain_until = 0.0  # monotonic seconds: the end of the drain limit
         self._turned = time.monotonic()
         self._metrics: MetricsServer | None = None
         self._watches = [RightsWatch(url, needed) for url, needed in redis_rights(config)]
@@ -168,7 +169,7 @@ class Router:
         self._grpc.health.leave()
         await asyncio.sleep(self._config.drain_delay_seconds)
         self.gateway.refuse_new(self._http.connections)
-        deadline = time.monotonic() + self._config.drain_seconds
+        self._drain_until = deadline = time.monotonic() + self._config.drain_seconds
         stopping = asyncio.create_task(self._grpc.stop(self._config.drain_seconds))
         quiet = 0.0
         while (
@@ -191,6 +192,7 @@ class Router:
         if self._without_parent is not None:
             await self._ports_closed(self._without_parent)
         await self._http.accept_last()
+        await self._last_requests()
         self._http.stop()
         await self._grpc.stop(GRACE_SECONDS)
         await self._refreshing.close(GRACE_SECONDS)
@@ -205,6 +207,14 @@ class Router:
             await asyncio.to_thread(watch.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
+
+    async def _last_requests(self) -> None:
+        """Wait for requests that have come on open connections since `drain` returned, until the drain limit: the router's
+        other processes may have drained for longer. Others find the port closed."""
+        if self.gateway.admission.in_flight:
+            await self._http.close_port()
+        while self.gateway.admission.in_flight and time.monotonic() < self._drain_until:
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _close_ports(self, member: Member) -> None:
         """Once the parent is gone, so that a new router can have them; what is open is served until `close`."""

@@ -41,9 +41,9 @@ local function touch(prefix, key, expire_at)
   redis.call('PEXPIREAT', prefix .. 'w:' .. key, expire_at)
 end
 
--- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
--- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held). known: what the node has of
--- these slots; nil: not read. -> whether the node has lost a slot
+-- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'unreported' (the same where what is
+-- confirmed does not count), 'whole' (a report that ends here: more may be held beyond it) or 'cut' (a report that says nothing
+-- beyond is held). known: what the node has of these slots; nil: not read. -> whether the node has lost a slot
 local function mark(prefix, key, slots, held, kind, until_ms, known)
   local at = prefix .. 'w:' .. key
   known = known or redis.call('HMGET', at, unpack(slots))
@@ -53,8 +53,9 @@ local function mark(prefix, key, slots, held, kind, until_ms, known)
     local c, p, u = 0, 0, 0
     if raw then c, p, u = struct.unpack(PACK, raw) end
     local says = true
-    if kind == 'predicted' then
-      says = c < held and (u == 0 or held >= p)  -- a prediction does not change what is confirmed
+    if kind == 'predicted' or kind == 'unreported' then
+      -- A prediction does not change what is confirmed, and more than that is not noted beside it.
+      says = (kind == 'unreported' or c < held) and (u == 0 or held >= p)
       if says then p, u = held, until_ms end
     elseif kind == 'whole' then
       if held > c then c = held end
@@ -117,10 +118,10 @@ end
 -- Records that each of `slots` holds the first `held` blocks of `chain`. A report that is cut also clears the slots below the
 -- cut. Nodes are created only for blocks that are held. -> how many nodes it has looked at
 -- seen: nodes that walk (walk.lua) has read in this script, by key, or false where there was none; nil: none were read.
--- keeps: do not change when nodes expire that were there already.
-local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, seen, keeps)
+-- keeps: do not change when nodes expire that were there already. unreported: only predictions count.
+local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, seen, keeps, unreported)
   local total = #chain / KEY
-  local kind = 'predicted'
+  local kind = unreported and 'unreported' or 'predicted'
   if confirmed then kind = held < total and 'cut' or 'whole' end
   local pos = 0
   local last, visited = nil, 0

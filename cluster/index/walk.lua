@@ -17,9 +17,11 @@ local function sweep(node, now, owners, budget)
   return budget - looks
 end
 
--- How many leading blocks of a node's run a slot holds: `m` at most, which the chain shares with the run.
-local function held_of(packed, m, now)
+-- How many leading blocks of a node's run a slot holds: `m` at most, which the chain shares with the run. unreported: what is
+-- confirmed does not count.
+local function held_of(packed, m, now, unreported)
   local have, predicted, until_ms = struct.unpack(PACK, packed)
+  if unreported then have = 0 end
   if predicted > have and until_ms > now then have = predicted end
   return have < m and have or m
 end
@@ -31,8 +33,9 @@ end
 -- A node: at (its key), label, pos, run, m (blocks that the chain shares with the run), fields (of a node with more than `wide`
 -- slots some of them), read (fields were all), parent (it has children; set where read), and after the sweep: whole (fields still
 -- are all), there (the node still has fields).
--- expire_at: false where the nodes' expiry is not changed, or an insert of the same chain follows.
-local function walk(prefix, chain, now, expire_at, owners, budget, wide)
+-- expire_at: false where the nodes' expiry is not changed, or an insert of the same chain follows. unreported: only predictions
+-- count (index_feeds is predicted).
+local function walk(prefix, chain, now, expire_at, owners, budget, wide, unreported)
   local nodes, seen, cover = {}, {}, {}
   local total, pos = #chain / KEY, 0
   local number, unpacked = tonumber, struct.unpack  -- the inner loop runs for every worker that holds a common prefix
@@ -45,7 +48,7 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
     end
     local run = #label / KEY
     local m = shared(label, chain, pos)
-    local node = {at = prefix .. 'w:' .. key, label = label, pos = pos, run = run, m = m}
+    local node = {at = prefix .. 'w:' .. key, label = label, pos = pos, run = run, m = m, unreported = unreported}
     nodes[#nodes + 1], seen[key] = node, node
     local size = redis.call('HLEN', node.at)
     local onward = size > wide
@@ -60,6 +63,7 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
           node.parent = true
         elseif pos == 0 or not cover or cover[slot] == pos then
           local have, predicted, until_ms = unpacked(PACK, fields[i + 1])
+          if unreported then have = 0 end
           if predicted > have and until_ms > now then have = predicted end
           if have > m then have = m end
           if cover then cover[slot] = pos + have end
@@ -94,7 +98,7 @@ local function holders(nodes, most, random, now)
     for i = 0, size - 1 do
       local at = 2 * ((start + i) % size) + 1
       local slot = tonumber(fields[at])
-      if slot then take(slot, held_of(fields[at + 1], node.m, now)) end
+      if slot then take(slot, held_of(fields[at + 1], node.m, now, node.unreported)) end
     end
     if others == 0 and (#found >= most or not node.read) then others = node.pos + node.m end
     if #found >= most then break end
@@ -107,11 +111,11 @@ local function covered(nodes, slots, now)
   local cover = {}
   for n = 1, #nodes do
     local node = nodes[n]
-    local pos, m, fields = node.pos, node.m, node.fields
+    local pos, m, fields, unreported = node.pos, node.m, node.fields, node.unreported
     if node.read then
       for i = 1, #fields, 2 do
         local slot = tonumber(fields[i])
-        if slot and (pos == 0 or cover[slot] == pos) then cover[slot] = pos + held_of(fields[i + 1], m, now) end
+        if slot and (pos == 0 or cover[slot] == pos) then cover[slot] = pos + held_of(fields[i + 1], m, now, unreported) end
       end
     else
       local asked = {}
@@ -121,7 +125,7 @@ local function covered(nodes, slots, now)
       if #asked == 0 then break end
       local packed = redis.call('HMGET', node.at, unpack(asked))
       for i = 1, #asked do
-        if packed[i] then cover[asked[i]] = pos + held_of(packed[i], m, now) end
+        if packed[i] then cover[asked[i]] = pos + held_of(packed[i], m, now, unreported) end
       end
     end
   end

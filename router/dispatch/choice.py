@@ -41,6 +41,7 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
+        self._keeps_stop = completion.include_stop_text
         self._min_tokens = completion.sampling.min_tokens  # in their text no stop string ends the answer
         self._stop_ids = _stop_ids(completion.sampling, text)
         source = completion.answer_format
@@ -89,8 +90,7 @@ class ChoiceStream:
     def _delta(self, token: Token) -> Delta:
         token_id = token.token_id
         ended = _FINISH.get(token.finish)
-        # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
-        text, marker = ("", None) if ended == "stop" else self._read(token_id, len(self.output))
+        text, marker = self._ending(token_id) if ended == "stop" else self._read(token_id, len(self.output))
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:
@@ -104,6 +104,13 @@ class ChoiceStream:
         if ended != "stop" or self._stop.stopped or token_id not in self._stop_ids:
             return made
         return made._replace(stop_token=token_id)
+
+    def _ending(self, token_id: int) -> tuple[str, None]:
+        """The text of the token that stops the answer, in which no stop string is looked for. It may be an ordinary word,
+        a stop id, and is shown, as in vLLM, where a stop string is."""
+        if not self._keeps_stop or token_id not in self._stop_ids:
+            return "", None
+        return self._stop.add(self._detokenizer.add(token_id), ends=False), None
 
     def _read(self, token_id: int, count: int) -> tuple[str, int | None]:
         """The text that can be shown now that the token came, and the token if it is a marker behind this text. `count`:

@@ -67,7 +67,7 @@ end
 if records then
   local winners = ends and {p} or winners_of(p, d)
   for k = 1, #winners do winners[k] = string.format('%d', slots[winners[k]]) end
-  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, seen_nodes, not tends)
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, seen_nodes, not tends, feeds == 'predicted')
 end
 
 local answer = struct.pack(ANSWER, number, cached, cached_decode, u, cost, waits, compute, ship, penalty, first)

@@ -114,6 +114,11 @@ def ttl_ms(memory: RedisMemory) -> int:
     return int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000)
 
 
+def predict_ms(config: RouterConfig, memory: RedisMemory) -> int:
+    """How long a prediction counts: until a report must have come; where reports do not count, as long as its entry."""
+    return ttl_ms(memory) if config.index_feeds == "predicted" else int(PREDICT_SECONDS * 1000)
+
+
 class Numbers(NamedTuple):
     """The numbers of a call, in the order of NUMBERS in place.lua, which describes them. Seconds, tokens and bytes."""
 
@@ -263,6 +268,7 @@ class PlaceScript:
             deadline_seconds=deadline,
             run=run,
             number=number,
+            predict_ms=predict_ms(config, memory),
             whole=request.whole_prompt,
             alone=request.ends_at_prefill,
         )

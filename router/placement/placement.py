@@ -49,7 +49,7 @@ class Placement:
         self.watch = MemoryWatch(self._keys.load)
         self.index = PrefixIndex(config, self._rng) if config.index_url else None
         self.charges = Charges()
-        self.settlement = Settlement(config, self._keys, self.charges)
+        self.settlement = Settlement(config, self._keys, self.charges, self._rng)
         self.script = PlaceScript(
             *(config, self._keys, self.calibrations, self.index_watch, self._rng),
             on_unanswered=self.settlement.request,

@@ -22,7 +22,7 @@ from cluster.redis.connect import connect_async
 from cluster.telemetry.metrics import router as metrics
 from router.placement.candidates import Candidates, Heads
 from router.placement.memory_watch import MemoryWatch
-from router.placement.place_script import PREDICT_SECONDS, RETRY_SECONDS, feeds, parts, ttl_ms
+from router.placement.place_script import RETRY_SECONDS, feeds, parts, predict_ms, ttl_ms
 from router.placement.redis_poll import RedisPoll
 from router.placement.script_call import Argument, RedisBackoff, ScriptCall, ScriptLine
 from router.placement.types import Placed, PlacementRequest
@@ -146,7 +146,8 @@ class PrefixIndex:
         arguments: list[Argument] = [
             scripts.prefix(self._config.namespace, placed.decode.model_id),
             request.chain,
-            _PAIR.pack(int(PREDICT_SECONDS * 1000), ttl_ms(memory)),
+            _PAIR.pack(predict_ms(self._config, memory), ttl_ms(memory)),
+            feeds(self._config, memory),
             b"0" if self._rng.random() < TENDED else b"1",
             *(str(one.slot) for one in workers),
         ]

@@ -20,7 +20,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from cluster.redis.connect import pool_async
+from cluster.redis.connect import CONNECT_SECONDS, pool_async
 from cluster.redis.failover import FailoverError, says_failover
 from cluster.redis.memory import always_writes
 from cluster.redis.replies import BoundedReader
@@ -41,7 +41,7 @@ class ScriptLine:
         self._pool = pool_async(url, None)
         self._on_unanswered = on_unanswered
         self._line: _Line | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[_Line] | None = None
 
     @property
     def current(self) -> _Line | None:
@@ -52,13 +52,29 @@ class ScriptLine:
         return line if line is not None and line.open else None
 
     async def open(self) -> _Line:
-        async with self._opening:
-            line = self.current
-            if line is None:
-                self._line = line = await _Line.to_redis(self._pool, self._on_unanswered)
+        """The connection, which is opened where it is not. That goes on for CONNECT_SECONDS if all callers give up, and
+        serves the next one: a name, TLS and a login may take longer than any call waits, and none would ever be made."""
+        if (line := self.current) is not None:
             return line
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+            self._opening.add_done_callback(self._opened)
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> _Line:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            self._line = line = await _Line.to_redis(self._pool, self._on_unanswered)
+        return line
+
+    def _opened(self, opening: asyncio.Task[_Line]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # its callers may all have given up
 
     async def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         if self._line is not None:
             await self._line.close_and_wait(CLOSE_SECONDS)
         await self._pool.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from importlib import resources
 from typing import Any
@@ -15,12 +16,13 @@ from cluster.membership.scripts import SETS
 from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
-from router.placement.script_call import Argument, ScriptCall
+from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 from router.placement.table_walk import TableWalk
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
+RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer, or refuses
 MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is left expires with its lease
 # Changes and lost calls that are kept for a Redis that does not answer. Beyond them the router takes a new run when it
 # does, to which it adds the charges that are left.
@@ -88,14 +90,18 @@ class Settlement:
     """Sends the changes 50 ms after the first one, and to renew the router's lease.
 
     A change is repeated until Redis confirms it. Lost answers, double charges and a Redis that was rolled back heal by a
-    walk over Redis's table every two seconds.
+    walk over Redis's table every two seconds. A call that failed is repeated after a random pause: a Redis that loads its
+    data, or is no master any more, would get 20 new connections a second from each router.
     """
 
-    def __init__(self, config: RouterConfig, keys: PlacementKeys, charges: Charges):
+    def __init__(
+        self, config: RouterConfig, keys: PlacementKeys, charges: Charges, rng: random.Random | None = None
+    ):
         self._router_id = config.router_id
         self._keys = keys
         self._charges = charges
         self._script = ScriptCall(config.redis_url, settle_source())
+        self._backoff = RedisBackoff(RETRY_SECONDS, rng)
         self._calls = Calls()
         self._walk = TableWalk(charges)
         self._dirty = asyncio.Event()  # there is something to tell Redis
@@ -148,8 +154,10 @@ class Settlement:
             if not self._calls.run:
                 await self._take_run()
             await self._settle()
+            self._backoff.answered()
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
+            self._backoff.failed()
             log.debug("charges of router %s wait for Redis: %s", self._router_id, error)
             self._dirty.set()
             if self._charges.untold + len(self._calls.unanswered) > MAX_UNTOLD:
@@ -219,7 +227,8 @@ class Settlement:
             # An idle router keeps its lease, so that its next charges are not dropped before it has settled them, and
             # removes the charges of routers that died.
             quiet = time.monotonic() - renewed
-            if self._dirty.is_set() or quiet > ROUTER_LEASE_SECONDS / (5 if self._charges else 2):
+            due = self._dirty.is_set() or quiet > ROUTER_LEASE_SECONDS / (5 if self._charges else 2)
+            if due and self._backoff.may_ask():
                 self._dirty.clear()
                 try:
                     await self.settle()

@@ -7,4 +7,6 @@ local records = feeds ~= 'reported' and #chain > 0
 
 -- Recording walks the same nodes again, and further: it sets when they expire.
 local expire_at = tends and not records and now + ttl
-local nodes, seen_nodes, all_cover = walk(prefix, chain, now, expire_at, KEYS[1], tends and SWEPT or 0, listed and 256 or 32)
+local nodes, seen_nodes, all_cover = walk(
+  prefix, chain, now, expire_at, KEYS[1], tends and SWEPT or 0, listed and 256 or 32, feeds == 'predicted'
+)

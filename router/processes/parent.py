@@ -47,6 +47,7 @@ class RouterProcesses:
         self._config = config
         self._changed = changed
         self._http = listen_http(config)
+        self._http_port = self._http[0].getsockname()[1]
         self._grpc = reserve_grpc(config)
         self._memory = SharedMemory.create(config.processes, most_holders(config))
         registry = Registry(aliases="none")
@@ -63,7 +64,7 @@ class RouterProcesses:
     @property
     def http_url(self) -> str:
         scheme = "https" if self._config.public_tls_cert or self._config.tls_cert else "http"
-        return f"{scheme}://{addresses.join(self._config.host, self._http[0].getsockname()[1])}"
+        return f"{scheme}://{addresses.join(self._config.host, self._http_port)}"
 
     @property
     def grpc_address(self) -> str:
@@ -130,7 +131,7 @@ class RouterProcesses:
     async def _live(self, index: int, first: asyncio.Future[None]) -> tuple[ChildProcess | None, str]:
         """One life of a process. Returns it, and how it ended."""
         config = self._config
-        ports = self._http[0].getsockname()[1], self._grpc.getsockname()[1]
+        ports = self._http_port, self._grpc.getsockname()[1]
         child = ChildProcess(index, process_config(config, index, *ports), self.metrics.encoded)
         try:
             await child.start(config.router_id, self._memory, self._http)
@@ -191,6 +192,8 @@ class RouterProcesses:
             if not child.drained.is_set() and self._silent(child):
                 log.error("process %d does not answer; it is killed", child.index)
                 child.signal(signal.SIGKILL)
+        for listener in self._http:  # the processes have it too: the last one that closes it closes the port
+            listener.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=kill_limit_seconds(config) - (time.monotonic() - began))
         for child in self._children.values():
@@ -200,8 +203,7 @@ class RouterProcesses:
         await self._snapshots.close(SNAPSHOT_SECONDS)
         if self._port is not None:
             await asyncio.to_thread(self._port.close)
-        for listener in (*self._http, self._grpc):
-            listener.close()
+        self._grpc.close()
         self._memory.close()
 
 

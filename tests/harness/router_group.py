@@ -124,7 +124,17 @@ class HttpStream:
         cls, group: RouterGroup, tokens: int = 1000, headers: Mapping[str, str] | None = None
     ) -> HttpStream:
         """Returns once its first bytes have come."""
-        reader, writer = await asyncio.open_connection(*group.address)
+        return await cls.begin(*await asyncio.open_connection(*group.address), tokens, headers)
+
+    @classmethod
+    async def begin(
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        tokens: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> HttpStream:
+        """As `open`, over a connection that is open."""
         body = json.dumps(
             {"prompt": "abc", "max_tokens": tokens, "stream": True, "ignore_eos": True}
         ).encode()

@@ -223,7 +223,7 @@ async def _whole(
     outcomes = [dispatcher.outcome for dispatcher in dispatchers]
     shown = {
         "x-request-id": _shown_id(request, parsed),
-        **_timing_headers(outcomes[-1], admin=caller_of(request).admin),
+        **timing_headers(outcomes[-1], admin=caller_of(request).admin),
     }
     return LongResponse(answer.body(outcomes), media_type="application/json", headers=shown)
 
@@ -279,14 +279,20 @@ def request_id(request: Request) -> str:
     return given
 
 
-def _timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
+def timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
+    """Of a whole answer. `admin`: its client may see the workers."""
     timings = outcome.timings
     workers = {
-        "x-baton-prefill-worker": timings.prefill_worker,
-        "x-baton-decode-worker": timings.decode_worker,
+        "x-baton-prefill-worker": _as_header(timings.prefill_worker),
+        "x-baton-decode-worker": _as_header(timings.decode_worker),
     }
     return {
         **(workers if admin else {}),
         "x-baton-kv-bytes-shipped": str(timings.kv_bytes_shipped),
         "x-baton-total-seconds": f"{timings.total_seconds:.6f}",
     }
+
+
+def _as_header(name: str) -> str:
+    """A worker's name in UTF-8, in the Latin-1 of an answer's headers; "" for one that no header may have."""
+    return name.encode().decode("latin-1") if name.isprintable() else ""

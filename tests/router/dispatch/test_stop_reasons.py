@@ -35,11 +35,14 @@ class Parser:
         return []
 
 
-def last_delta(token_id: int, finish: Any, *, parsed: bool, stop: Any = (), **sampling: Any) -> Delta:
+def last_delta(
+    token_id: int, finish: Any, *, parsed: bool, stop: Any = (), keeps: bool = False, **sampling: Any
+) -> Delta:
     ids = [STOP_ID, 0, EOS]
     completion = Completion(
         *("r", "m", [0], common_pb2.SamplingParams(max_tokens=9, stop_token_ids=ids, **sampling)),
         stop=stop,
+        include_stop_text=keeps,
         answer_format=SimpleNamespace(marker_texts={}, parser=Parser) if parsed else None,  # type: ignore[arg-type]
     )
     text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer(), eos_token_ids=(EOS,))
@@ -67,3 +70,14 @@ def test_a_stop_string_is_named(parsed: bool) -> None:
     found = last_delta(2, LENGTH, parsed=parsed, stop=("two",))
     assert (found.finish, found.stop_reason) == ("stop", "two")
     assert last_delta(STOP_ID, STOP, parsed=parsed, stop=("two",)).stop_reason == STOP_ID
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_the_text_of_a_stop_id_is_kept_where_that_of_a_stop_string_is(parsed: bool) -> None:
+    for keeps, text in ((False, ""), (True, " seven")):
+        ended = last_delta(STOP_ID, STOP, parsed=parsed, keeps=keeps)
+        assert (ended.text, ended.finish, ended.stop_reason) == (text, "stop", STOP_ID)
+        both = last_delta(STOP_ID, STOP, parsed=parsed, keeps=keeps, stop=("seven",))
+        assert (both.text, both.stop_reason) == (text, STOP_ID), "the token ended it"
+        if parsed:
+            assert ended.parts == ((ContentText(text),) if text else ())

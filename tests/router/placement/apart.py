@@ -89,7 +89,7 @@ class Scripts:
             keeps = b"0" if call.random < 1 / 8 else b"1"
             self._record(
                 keys=[self.owners],
-                args=[self.prefix, chain, struct.pack(">dd", PREDICT_MS, TTL_MS), keeps, *slots],
+                args=[self.prefix, chain, struct.pack(">dd", PREDICT_MS, TTL_MS), call.feeds, keeps, *slots],
             )
         return found
 

@@ -7,9 +7,11 @@ import os
 import random
 import secrets
 import signal
+import struct
 import time
 
 import pytest
+import redis
 
 from cluster.config.router import RouterConfig
 from cluster.config.worker import Role
@@ -205,6 +207,29 @@ async def test_reports_outlive_what_was_predicted(router, fleet, redis_url, name
             await asyncio.sleep(0.05)
     finally:
         await asyncio.to_thread(reporter.stop)
+
+
+async def test_what_is_reported_does_not_count_where_only_predictions_do(router, fleet, redis_url, namespace):
+    """The setting was without effect. A prediction then counts for as long as its entry lives."""
+    placement, prompt = await router(index_feeds="predicted"), list(range(500))
+    reporter = ChainReporter(redis_url, namespace, "m", fleet[2], list)
+    reporter.start()
+    reporter.report(hashes(prompt), 20)
+    try:
+        await eventually(lambda: not reporter.waiting)
+        for cached in (0, 496):
+            asked = request(prompt)
+            assert (await placement.place(asked)).cached_prefill_tokens == cached
+            placement.release(asked.transfer_id)
+            await placement.settlement.settle()
+    finally:
+        await asyncio.to_thread(reporter.stop)
+    with redis.Redis.from_url(redis_url) as client:
+        (key,) = client.scan_iter(f"{{{namespace}}}:index:m:w:*")
+        until_ms = [
+            struct.unpack(">IIQ", held)[2] for slot, held in client.hgetall(key).items() if slot != b"c"
+        ]
+    assert max(until_ms) / 1000 > time.time() + 600
 
 
 async def test_excluded_workers_are_avoided_while_others_live(router):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 import redis
 
 from router.placement.script_call import ScriptCall, ScriptLine
-from tests.harness.fake_redis import FakeRedis
+from tests.harness.fake_redis import Answer, FakeRedis
 
 APPEND = "return redis.call('RPUSH', KEYS[2], ARGV[1])"
 READ = "return redis.call('LRANGE', KEYS[2], 0, -1)"
@@ -127,3 +129,42 @@ async def test_a_connection_with_a_late_answer_gets_no_further_call():
     assert await script([], [], SECONDS) == 7 and fake.connections == 2
     await line.close()
     fake.close()
+
+
+async def test_a_connection_that_takes_longer_than_a_call_is_there_for_the_next_one():
+    """By name, with TLS and a login. Each call began anew, so none was ever made."""
+    slow = FakeRedis(answers_login_after(0.2))
+    line = ScriptLine(f"redis://:secret@{slow.address}?protocol=2")
+    script = ScriptCall(line, "return 1")
+    with pytest.raises(TimeoutError):
+        await script([], [], 0.05)
+    deadline = time.monotonic() + 10
+    while line.current is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert await script([], [], SECONDS) == 7 and slow.connections == 1
+    await line.close()
+    slow.close()
+
+
+async def test_a_line_that_closes_ends_the_connection_that_it_opens():
+    go_on = threading.Event()
+    slow = FakeRedis(answers_login_after(60.0, go_on))
+    line = ScriptLine(f"redis://:secret@{slow.address}?protocol=2")
+    with pytest.raises(TimeoutError):
+        await ScriptCall(line, "return 1")([], [], 0.05)
+    opening = line._opening
+    assert opening is not None
+    await line.close()
+    assert opening.cancelled() and line._opening is None and line.current is None
+    go_on.set()
+    slow.close()
+
+
+def answers_login_after(seconds: float, go_on: threading.Event | None = None) -> Answer:
+    def answer(command: list[str]) -> bytes:
+        if command[0] == "AUTH":
+            (go_on or threading.Event()).wait(seconds)
+        return b":7\r\n" if command[0] == "EVALSHA" else b"+OK\r\n"
+
+    return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from cluster.config.router import RouterConfig
 from router.placement import settlement
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
-from router.placement.settlement import Settlement
+from router.placement.script_call import RedisBackoff
+from router.placement.settlement import RETRY_SECONDS, SETTLE_SECONDS, Settlement
 from router.placement.types import PlacementRequest
+from tests.harness.fake_redis import FakeRedis
 from tests.harness.waiting import until
 from tests.router.placement.fleets import request
 from tests.router.placement.scripts import INFO
@@ -95,3 +98,22 @@ async def test_a_router_without_changes_keeps_its_lease(settling, redis_url, nam
                 "it is renewed",
             )
     await settling.close()
+
+
+async def test_a_redis_that_refuses_is_called_again_after_a_pause(namespace):
+    """One that loads its data would get a new connection of each router every 50 ms."""
+    loading = b"-LOADING Redis is loading the dataset in memory\r\n"
+    fake = FakeRedis(lambda command: loading if command[0] == "EVALSHA" else b"+OK\r\n")
+    config = RouterConfig(
+        model=Path("/m"), redis_url=f"redis://{fake.address}?protocol=2", namespace=namespace
+    )
+    made, now = Settlement(config, PlacementKeys(namespace, config.router_id), Charges()), 1.0
+    made._backoff = RedisBackoff(RETRY_SECONDS, clock=lambda: now)
+    await made.start()
+    assert made.errors == 1
+    await asyncio.sleep(4 * SETTLE_SECONDS)
+    assert made.errors == 1, "it waits"
+    now += RETRY_SECONDS
+    await until(lambda: made.errors == 2, "it calls again")
+    await made.close()
+    fake.close()

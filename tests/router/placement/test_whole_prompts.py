@@ -133,9 +133,9 @@ async def test_an_index_of_its_own_expects_blocks_where_they_will_be(more, slots
 
     index._record = SimpleNamespace(send=send)  # type: ignore[assignment]
     index.record(request(**more), Placed(worker("prefill", 1), worker("decode", 2), 0, 0, True))
-    assert sent[0][4:] == slots
+    assert sent[0][5:] == slots
     index.record(request(**more), Placed(None, worker("decode", 2), 0, 0, True))
-    assert sent[1][4:] == ["2"]
+    assert sent[1][5:] == ["2"]
     await index.close()
 
 

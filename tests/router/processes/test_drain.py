@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -106,6 +108,51 @@ async def test_streams_are_finished_before_the_router_leaves(router_model: Path,
         for one in opened:
             assert b"[DONE]" in await one.rest()
             await one.close()
+
+
+@pytest.mark.long  # it outlasts the grace behind a drain
+async def test_a_request_on_an_open_connection_is_finished_though_its_process_has_drained(
+    router_model: Path, tmp_path: Path
+) -> None:
+    """The other process drained for longer, and both then closed: the request was cut after GRACE_SECONDS."""
+    with run_group(tmp_path, router_model, 2, drain_seconds=60.0) as group, contextlib.ExitStack() as opened:
+        by_process: dict[int, OpenConnection] = {}
+        while len(by_process) < 2:
+            one = await OpenConnection.open(group)
+            opened.callback(one.close)
+            by_process.setdefault(await one.process(), one)
+        busy, idle = by_process[0], by_process[1]
+        first = await busy.stream(tokens=30)
+        os.kill(group.pid, signal.SIGTERM)
+        await asyncio.sleep(1.5)  # it is quiet, and has drained
+        last = await idle.stream(tokens=10 * int(2 * GRACE_SECONDS + 2))
+        assert b"[DONE]" in await first.rest()
+        await asyncio.wait_for(ask_until_refused(group, Seen(Counter())), 2 * GRACE_SECONDS)
+        assert b"[DONE]" in await last.rest()
+
+
+class OpenConnection:
+    """It has had a request before."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, group: RouterGroup) -> OpenConnection:
+        return cls(*await asyncio.open_connection(*group.address))
+
+    async def process(self) -> int:
+        """The index of the process that serves it."""
+        self._writer.write(b"GET /v1/cluster HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        return int(json.loads(await self._reader.readexactly(size))["router"]["process"])
+
+    async def stream(self, tokens: int) -> HttpStream:
+        return await HttpStream.begin(self._reader, self._writer, tokens)
+
+    def close(self) -> None:
+        self._writer.transport.abort()
 
 
 @pytest.mark.long

@@ -11,6 +11,9 @@ import pytest
 from baton.client import Client
 from cluster.errors import ForbiddenError
 from router.frontends.http.adapters import LOAD, MAX_BODY_BYTES, UNLOAD
+from router.frontends.http.long_body import LongResponse
+from router.frontends.http.serving import timing_headers
+from router.request.completion import Outcome
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
@@ -107,3 +110,11 @@ def test_wrong_calls_for_adapters_are_refused_by_field(guarded, path, body, stat
     headers = {"authorization": f"Bearer {admin}"}
     answer = httpx.post(router.http + path, **given, headers=headers, timeout=30)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(("worker", "shown"), [("prefill-√é", "prefill-√é"), ("p\r\nset-cookie: x", "")])
+def test_headers_name_workers_whatever_their_names(worker, shown):
+    """Beyond Latin-1 every whole answer was an error of the router."""
+    outcome = Outcome(pb.Usage(), pb.Timings(prefill_worker=worker, decode_worker="d"))
+    answer = LongResponse([b"{}"], headers=timing_headers(outcome, admin=True))
+    assert dict(answer.raw_headers)[b"x-baton-prefill-worker"].decode() == shown
