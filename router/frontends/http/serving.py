@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -282,11 +283,16 @@ def request_id(request: Request) -> str:
 def _timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
     timings = outcome.timings
     workers = {
-        "x-baton-prefill-worker": timings.prefill_worker,
-        "x-baton-decode-worker": timings.decode_worker,
+        "x-baton-prefill-worker": _for_header(timings.prefill_worker),
+        "x-baton-decode-worker": _for_header(timings.decode_worker),
     }
     return {
         **(workers if admin else {}),
         "x-baton-kv-bytes-shipped": str(timings.kv_bytes_shipped),
         "x-baton-total-seconds": f"{timings.total_seconds:.6f}",
     }
+
+
+def _for_header(name: str) -> str:
+    """A worker's name. A header has no characters beyond Latin-1: with others it is escaped, as in a URL."""
+    return name if name.isascii() else quote(name)

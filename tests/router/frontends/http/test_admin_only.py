@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import httpx
 import pytest
+from starlette.responses import Response
 
 from baton.client import Client
 from cluster.errors import ForbiddenError
 from router.frontends.http.adapters import LOAD, MAX_BODY_BYTES, UNLOAD
+from router.frontends.http.serving import _timing_headers
+from router.request.completion import Outcome
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
@@ -107,3 +111,11 @@ def test_wrong_calls_for_adapters_are_refused_by_field(guarded, path, body, stat
     headers = {"authorization": f"Bearer {admin}"}
     answer = httpx.post(router.http + path, **given, headers=headers, timeout=30)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize("name", ["wörker-東京", "a b"])
+def test_any_name_of_a_worker_is_a_header(name):
+    """One that Latin-1 lacks cost the answer: it had been computed, and its client got status 500."""
+    timings = pb.Timings(prefill_worker=name, decode_worker=name)
+    headers = Response(headers=_timing_headers(Outcome(pb.Usage(), timings), admin=True)).headers
+    assert unquote(headers["x-baton-prefill-worker"]) == unquote(headers["x-baton-decode-worker"]) == name
