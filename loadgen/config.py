@@ -113,6 +113,9 @@ class LoadConfig(_Frozen):
             raise ValueError(
                 f"an open loop has at most {MAX_SCHEDULED} requests: give fewer seconds or requests"
             )
+        # Else the errors of libraries would show it.
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key: has characters that no header may have, as the end of a line")
         for target in self.targets if self.protocol == "http" else ():
             _check_http(target)
         return self
