@@ -29,7 +29,7 @@ def converse(client: Client, *, temperature: float, max_tokens: int) -> None:
     if not models:
         raise UnavailableError("the router serves no model")
     console = Console(highlight=False, emoji=False)
-    console.print(Text.assemble((models[0].id, "bold"), ("  /help for commands", "dim")))
+    console.print(Text.assemble((answer_text(models[0].id), "bold"), ("  /help for commands", "dim")))
     Chat(client, console, temperature=temperature, max_tokens=max_tokens).loop()
 
 
@@ -111,7 +111,7 @@ class Chat:
             text, note = self._stream(pace)
         except BatonError as error:
             self.messages.pop()
-            self.console.print(Text(f"\n{error.message}", style="red"))
+            self.console.print(Text(f"\n{answer_text(error.message)}", style="red"))
             return
         self._note(f"\n{note}")
         if text:

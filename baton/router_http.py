@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import orjson
 
+from baton.client.routers import check_key
 from cluster.errors import ConfigError, UnauthenticatedError, UnavailableError
 from cluster.redis.urls import without_password
 from cluster.security.tls import ClientTls
@@ -24,11 +25,12 @@ _TLS_ADVICE = {
 
 class RouterHttp:
     def __init__(self, url: str, api_key: str = "", tls: ClientTls | None = None):
-        """`url` may leave out the scheme. `address` is for display: someone may give a URL that holds a password."""
+        """`url` may leave out the scheme. `address` is for display: someone may give a URL that holds a password. Raises
+        ConfigError."""
         self._url = (url if "//" in url else f"{'http' if tls is None else 'https'}://{url}").rstrip("/")
         has_secret = "@" in self._url or "password" in self._url  # of other malformed URLs all may be shown
         self.address = without_password(self._url) if has_secret else self._url
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"authorization": f"Bearer {api_key}"} if check_key(api_key) else {}
         verify = tls.context() if tls is not None else True
         # trust_env off: a proxy in the environment would get requests for routers on this machine
         self._client = httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers, verify=verify)

@@ -13,11 +13,13 @@ WorkloadName = Literal["plain", "shared", "conversation"]
 PromptKind = Literal["text", "tokens", "chat"]
 Arrival = Literal["poisson", "constant"]
 
+MAX_SCHEDULED = 10_000_000  # sessions of an open loop: each is a number of a list that is made before the run
 DEFAULT_TARGETS: dict[Protocol, str] = {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000"}
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A comparison lets NaN through, and infinity is the length of no schedule.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Slo(_Frozen):
@@ -107,6 +109,13 @@ class LoadConfig(_Frozen):
             raise ValueError("exactly one of `requests` and `seconds` is needed")
         if self.workload == "conversation" and self.prompt_kind not in (None, "chat"):
             raise ValueError("conversations are chat: leave `prompt_kind` out")
+        if self.rate is not None and (self.requests or self.rate * (self.seconds or 0)) > MAX_SCHEDULED:
+            raise ValueError(
+                f"an open loop has at most {MAX_SCHEDULED} requests: give fewer seconds or requests"
+            )
+        # Else the errors of libraries would show it.
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key: has characters that no header may have, as the end of a line")
         for target in self.targets if self.protocol == "http" else ():
             _check_http(target)
         return self

@@ -94,5 +94,7 @@ class ServeAutoscalingConfig(AutoscalingConfig):
 
     panel = "Metrics"
 
-    metrics_host: str = Field("127.0.0.1", description="address of /metrics, on the controller's node")
+    metrics_host: str = Field(
+        "127.0.0.1", min_length=1, description="address of /metrics, on the controller's node"
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="0 = any: the controller's log names it")

@@ -68,6 +68,11 @@ def run_batch(
 @contextlib.contextmanager
 def _opened(source: Path, target: Path) -> Iterator[BinaryIO]:
     """The output file, open for appending, for this run alone, without a half-written line."""
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        # Of a device nothing can be read, so that the next run would send everything again.
+        raise ConfigError(
+            f"{target} is no regular file: the next run reads what was answered", field="output"
+        )
     if source.exists() and not (source.is_file() or source.is_dir()):
         # A pipe would be empty the second time, and nothing of it would be sent.
         raise ConfigError(

@@ -13,7 +13,7 @@ import httpx
 import orjson
 
 from baton.batch.lines import Request
-from baton.client.routers import Routers
+from baton.client.routers import Routers, check_key
 from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.security.tls import ClientTls
 
@@ -70,11 +70,9 @@ class Sender:
         self._turn = 0
         self._retry_seconds = sending.retry_seconds
         self._sleep = sleep
-        if not (sending.api_key.isascii() and sending.api_key.isprintable()):
-            raise ConfigError("api_key: has characters that no header may have", field="api_key")
         headers = {"content-type": "application/json"}
-        if sending.api_key:
-            headers["authorization"] = f"Bearer {sending.api_key}"
+        if api_key := check_key(sending.api_key):
+            headers["authorization"] = f"Bearer {api_key}"
         # trust_env off: a proxy in the environment would get requests for routers on this machine
         self._client = httpx.AsyncClient(
             headers=headers,

@@ -49,7 +49,7 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
 
     panel = "Kubernetes"
 
-    host: str = Field("127.0.0.1", description="address of /metrics")
+    host: str = Field("127.0.0.1", min_length=1, description="address of /metrics")
     metrics_port: int = Field(0, ge=0, le=65535, description="/metrics; 0 = any")
     kubeconfig: Path | None = Field(None, description="default: the pod's service account")
     kubernetes_namespace: str = Field("", description="of the StatefulSets; default: the pod's own")

@@ -136,7 +136,7 @@ class Process:
         try:
             facts: dict[str, Any] = json.loads(file.read_text())
             return cls(str(facts["id"]), int(facts["pid"]), facts.get("role", "router"), file.stat().st_mtime)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"--ready-file {file}: {error!r}", field="ready_file") from error
 
     def runs(self) -> bool:

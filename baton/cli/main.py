@@ -167,7 +167,10 @@ def _replace_unencodable() -> None:
 
 
 def _fail(sentence: str) -> NoReturn:
+    """The sentence may be of a server: it controls no terminal."""
+    from baton.formatting import answer_text
+
     Console(stderr=True, highlight=False, markup=False, emoji=False).print(
-        f"baton: {sentence}", soft_wrap=True
+        f"baton: {answer_text(sentence)}", soft_wrap=True
     )
     sys.exit(1)

@@ -28,6 +28,8 @@ class AsyncClient(BaseClient[grpc.aio.Channel, "rpc.InferenceAsyncStub"]):
 
     {BaseClient.__doc__}"""
 
+    _loop: asyncio.AbstractEventLoop | None = None  # that of the last call
+
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncStream:
         """Start a completion and yield its chunks as they arrive. Leaving `async with`, or `aclose()`, cancels it."""
         return AsyncStream(self, prompt, options)
@@ -69,6 +71,15 @@ class AsyncClient(BaseClient[grpc.aio.Channel, "rpc.InferenceAsyncStub"]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    def _stub(self) -> tuple[str, rpc.InferenceAsyncStub]:
+        """As BaseClient's. Channels belong to their event loop: those of one that has ended serve no other."""
+        loop, before = asyncio.get_running_loop(), self._loop
+        if before is not None and before is not loop and before.is_closed():
+            with self._lock:
+                self._channels = {}
+        self._loop = loop
+        return super()._stub()
+
     def _open(self, address: str) -> tuple[grpc.aio.Channel, rpc.InferenceAsyncStub]:
         channel = router_channel_async(address, self._tls, CHANNEL_OPTIONS)
         return channel, rpc.InferenceStub(channel)
@@ -88,7 +99,16 @@ class AsyncClient(BaseClient[grpc.aio.Channel, "rpc.InferenceAsyncStub"]):
                     raise error_from_rpc(error) from error
                 self._failed(address)
                 await self._wait(attempt + 1, asyncio.Event())
+            except asyncio.CancelledError:
+                if not _is_task_cancelled():
+                    self._check_open()
+                raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _check_open(self) -> None:
+        """Raise the typed CancelledError if this client was closed, which cancels its calls."""
+        if self._closed:
+            raise CancelledError("this client was closed") from None
 
     async def _wait(self, reconnects: int, stop: asyncio.Event) -> None:
         """Wait before another attempt, at most until `stop` is set."""
@@ -122,11 +142,10 @@ class AsyncStream(BaseStream[asyncio.Event], AsyncIterator[Chunk]):
             await self._reconnect(error)
         except asyncio.CancelledError:
             # Raised by aclose() of this stream or its client, and by a cancelled task, whose cancellation must propagate.
-            if self._closed:
-                return None
-            task = asyncio.current_task()
-            if self._client._closed and task is not None and not task.cancelling():
-                raise CancelledError("this client was closed") from None
+            if not _is_task_cancelled():
+                if self._closed:
+                    return None
+                self._client._check_open()
             self._call.cancel()
             raise
         else:
@@ -158,3 +177,9 @@ class AsyncStream(BaseStream[asyncio.Event], AsyncIterator[Chunk]):
         await self._client._wait(self._progress.reconnects, self._stop)
         if not self._closed:
             self._connect()
+
+
+def _is_task_cancelled() -> bool:
+    """Whether a cancellation that arrives here is of the running task, not of its call alone."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -13,9 +14,12 @@ from baton.client.progress import StreamProgress
 from baton.client.request import generate_request
 from baton.client.routers import Routers, Shuffle, call_metadata, default_reconnects, pause_seconds
 from baton.client.types import Chunk, Completion, ModelInfo, Prompt, RequestOptions, Timings, Usage
-from cluster.errors import CancelledError, DeadlineError, InternalError
+from cluster.errors import CancelledError, ConfigError, DeadlineError, InternalError, InvalidRequestError
 from cluster.security.tls import ClientTls
 from wire import inference_pb2 as pb
+
+# gRPC counts nanoseconds in 64 bits: a time-out of 300 years would be one that has passed
+LONGEST_SECONDS = 1e8
 
 C = TypeVar("C")  # the kind of channel
 S = TypeVar("S")  # the kind of stub
@@ -35,7 +39,7 @@ class BaseClient(Generic[C, S]):
 
     Args:
         addresses: host:port of a router's gRPC port, or several.
-        timeout_seconds: deadline of each call without one of its own, over all its reconnects.
+        timeout_seconds: deadline of each call without one of its own, over all its reconnects; math.inf = none.
         api_key: sent with every call, if the routers require keys.
         tls: trusted authority and own certificate, if the routers use TLS; `ClientTls()` trusts the system's list.
         max_reconnects: how often one call may move to another router; default: each address twice.
@@ -60,6 +64,8 @@ class BaseClient(Generic[C, S]):
         self._timeout_seconds = timeout_seconds
         reconnects = default_reconnects(self._routers.addresses)
         self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
+        if self._max_reconnects < 0:
+            raise ConfigError("max_reconnects: at least 0; 0 = never", field="max_reconnects")
         self._lock = threading.Lock()  # threads share a blocking client
         self._channels: dict[str, tuple[C, S]] = {}
         self._closed = False
@@ -109,7 +115,10 @@ class BaseClient(Generic[C, S]):
         return pause_seconds(reconnects, len(self._routers.addresses))
 
     def _deadline(self, timeout_seconds: float | None) -> float:
-        return time.monotonic() + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        if math.isnan(seconds):
+            raise InvalidRequestError("timeout_seconds: is not a number", field="timeout_seconds")
+        return time.monotonic() + min(seconds, LONGEST_SECONDS)
 
 
 class BaseStream(Generic[E]):

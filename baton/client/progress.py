@@ -74,7 +74,9 @@ class StreamProgress:
         self._choices = request.options.n if request.options.HasField("n") else 1
         self._wants_logprobs = request.options.HasField("logprobs")
         self._reconnects_left = max_reconnects
-        self._held: dict[int, _Held] = {index: _Held() for index in range(max(1, self._choices))}
+        self._held: dict[
+            int, _Held
+        ] = {}  # by choice, of those that have begun: the router may refuse their number
         self.started: pb.Started | None = None
         self._completed: pb.Completed | None = None
         self._prompt: list[TokenLogprob] = []  # of its tokens from position 1 on
@@ -91,8 +93,8 @@ class StreamProgress:
             return resumed
         resumed.request_id = self.started.request_id
         resumed.options.seed = self.started.seed
-        if self._held[0].token_ids:
-            resumed.resume_tokens.ids.extend(self._held[0].token_ids)
+        if (held := self._held.get(0)) is not None and held.token_ids:
+            resumed.resume_tokens.ids.extend(held.token_ids)
         resumed.resume_ticket = self.started.resume_ticket
         return resumed
 
@@ -128,7 +130,7 @@ class StreamProgress:
             started.request_id,
             started.model,
             started.seed,
-            tuple(held.choice() for held in self._held.values()),
+            tuple(self._held.get(index, _Held()).choice() for index in range(max(1, self._choices))),
             _read(Usage, self._completed.usage),
             _read(Timings, self._completed.timings),
             self._completed.explanation,
@@ -141,7 +143,8 @@ class StreamProgress:
 
         Otherwise raises the typed error: the router refused, no reconnect is left, or several choices had begun.
         """
-        if self.started is not None and all(held.finish_reason for held in self._held.values()):
+        have_begun = len(self._held) >= max(1, self._choices)
+        if self.started is not None and have_begun and all(one.finish_reason for one in self._held.values()):
             # Every token has arrived and only the end is missing: another attempt would compute everything again.
             tokens = sum(len(held.token_ids) for held in self._held.values())
             usage = pb.Usage(prompt_tokens=self.started.prompt_tokens, completion_tokens=tokens)

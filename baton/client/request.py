@@ -24,7 +24,8 @@ _OF_REQUEST = frozenset({"model", "request_id", "explain"})
 
 
 def generate_request(prompt: Prompt, options: RequestOptions) -> pb.GenerateRequest:
-    """Build a request. Raises InvalidRequestError for values that protobuf cannot hold; the router checks the rest."""
+    """Build a request; an option that is None is left out. Raises InvalidRequestError for values that protobuf cannot
+    hold; the router checks the rest."""
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
@@ -108,12 +109,14 @@ def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, val
         return
     if name not in options.DESCRIPTOR.fields_by_name:
         raise InvalidRequestError(f"unknown option {name!r}", field=name)
+    if value is None:
+        return
     with _naming(name):
         if name in _REPEATED:
             getattr(options, name).extend([value] if isinstance(value, str) else value)
         elif name == "logit_bias":
             getattr(options, name).update(value)
-        elif value is not None:
+        else:
             setattr(options, name, value)
 
 
@@ -134,5 +137,5 @@ def _naming(field: str) -> Iterator[None]:
     """Convert an error of protobuf about a value into InvalidRequestError with the field's name."""
     try:
         yield
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequestError(f"{field}: {error}", field=field) from error

@@ -48,10 +48,19 @@ class Routers:
             self._current = (self._current + 1) % len(self._addresses)
 
 
-def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of every call."""
+def check_key(api_key: str) -> str:
+    """Return the key. Raises ConfigError where no header can hold it, as with a line's end from a file: the error of a
+    library would show it."""
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("api_key: has characters that no header may have", field="api_key")
+        raise ConfigError(
+            "api_key: has characters that no header may have, as the end of a line", field="api_key"
+        )
+    return api_key
+
+
+def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of every call. Raises ConfigError, as `check_key`."""
+    check_key(api_key)
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 

@@ -74,6 +74,12 @@ def _authority(stem: Path) -> _Authority:
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{key_file} is not an authority made here", field="out")
         return _Authority(x509.load_pem_x509_certificate(cert_file.read_bytes()), key)
+    if cert_file.exists():  # a new authority in its place would be unknown to every certificate in use
+        raise ConfigError(
+            f"{cert_file} is there, and {key_file.name} is not: put the key beside it to sign with this authority, or "
+            f"remove {cert_file.name} for a new one",
+            field="out",
+        )
     key = ec.generate_private_key(_CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton development {stem.name}")])
     cert = (

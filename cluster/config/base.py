@@ -8,8 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
+
+from cluster.protocol.names import MAX_NAME
 
 # gRPC counts in 32 bits: bytes, streams, milliseconds.
 MAX_COUNT = 2**30
@@ -30,8 +41,18 @@ def _size(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(_size)]  # a number, or text with a unit: 512MiB
 
 
+def _read_by_others(value: str) -> str:
+    if len(value) > MAX_NAME or not value.isprintable():
+        raise ValueError(f"at most {MAX_NAME} printable characters: other processes pass over any other name")
+    return value
+
+
+ProcessName = Annotated[str, AfterValidator(_read_by_others)]  # as cluster/membership/reader.py reads it
+
+
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A comparison lets NaN through, so no bound of a field refuses it, nor a missing one infinity.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     panel: ClassVar[str] = "Settings"  # heading of this model's own fields in --help and docs/settings.md
 

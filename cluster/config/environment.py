@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
@@ -17,7 +17,10 @@ from cluster.config.unknown import no_such_setting
 from cluster.errors import ConfigError
 
 PREFIX, NESTED = "BATON_", "__"
-SETTINGS = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter=NESTED, frozen=True, extra="forbid")
+SETTINGS = SettingsConfigDict(
+    env_prefix=PREFIX, env_nested_delimiter=NESTED, frozen=True, extra="forbid", allow_inf_nan=False
+)
+_FINITE = ConfigDict(allow_inf_nan=False)  # as Frozen
 
 
 def from_environment(config: type[Frozen], without: Collection[str] = ()) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def _checked(
             yield name, dict(_checked(root, kind, value, path, without))
             continue
         try:
-            checked = TypeAdapter(_as_field(kind, field)).validate_python(value)
+            checked = TypeAdapter(_as_field(kind, field), config=_FINITE).validate_python(value)
         except ValidationError as error:
             reason = error.errors(include_input=False)[0]["msg"].removeprefix("Value error, ")
             raise _refused(path, reason) from None

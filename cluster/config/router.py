@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
+from cluster.config.base import Bytes, Count, Frozen, ProcessName, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 
 LocalPrefill = Literal["never", "fallback", "auto", "always"]
@@ -60,7 +60,7 @@ class ModelFields(Frozen):
 class AddressFields(Frozen):
     panel = "Addresses"
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: = all")
     http_port: int = Field(8000, ge=0, le=65535, description="OpenAI HTTP; 0 = any")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC; 0 = any")
     processes: int = Field(
@@ -292,7 +292,7 @@ class RouterConfig(
 
     panel = "Router"
 
-    router_id: str = Field(
+    router_id: ProcessName = Field(
         default_factory=lambda: f"router-{secrets.token_hex(4)}", description="unique; default: a random one"
     )
     drain_seconds: Seconds = Field(

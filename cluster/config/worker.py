@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from cluster.config import adapters, speculation
-from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
+from cluster.config.base import Bytes, Count, Frozen, ProcessName, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 from cluster.config.speculation import DraftSource
 
@@ -317,13 +317,13 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
     panel = "Worker"
 
     role: Role = no_flag(..., description="prefill or decode")
-    worker_id: str = Field("", description="unique per process; default: the role and a random suffix")
+    worker_id: ProcessName = Field("", description="unique; default: the role and a random suffix")
     served_model_name: str = Field(
         "",
         max_length=256,
         description="which of the models of a router this worker serves, by the name that clients use; empty = the first",
     )
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: = all")
     advertise_host: str = Field(
         "",
         description="name or address under which others reach this worker (a pod's IP); default: host, or where that is "

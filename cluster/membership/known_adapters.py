@@ -207,6 +207,8 @@ class WantedAdapters:
     async def remove(self, name: str, entry: Wanted | None) -> bool:
         """Whether it was there: `entry`, and no other one that has come in its place; None: whatever is there, since
         `find` did not understand it. Raises redis.RedisError."""
+        if name.startswith(_MARK.decode()):  # what is there is the number of another name
+            return False
         tag = entry.tag if entry is not None else ""
         removed = await self._client.eval(REMOVE, 1, self._key, name, tag, MAX_REMOVED)
         await self._look()

@@ -70,8 +70,9 @@ class KeyEntry(Frozen):
     panel = "Options"
 
     id: str = Field(pattern=r"^[0-9a-f]{16}$")
-    # Without control characters, with which names of other holders begin (router/admission).
-    tenant: str = Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]+$")
+    # Without control characters, with which names of other holders begin (router/admission), and without what ends a line
+    # in YAML: `baton keys new` prints the name in a comment of what is added to the file.
+    tenant: str = Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")
     key_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     weight: float = Field(1.0, gt=0, le=1000, description="share of a crowded cluster, beside other tenants'")
     max_priority: PriorityClass = Field(

@@ -164,7 +164,7 @@ class Attempt:
                 await asyncio.sleep(RUN_AGAIN_SECONDS)
 
     async def _run(self, worker: WorkerInfo) -> None:
-        deadline_ms = int(self.admission_seconds * 1000)
+        deadline_ms = max(1, int(self.admission_seconds * 1000))  # 0 would be none
         if self.is_local:
             local = decode_pb2.DecodeRunRequest(
                 wire_version=WIRE_VERSION,

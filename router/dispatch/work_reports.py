@@ -56,4 +56,6 @@ def _false(report: common_pb2.WorkReport, most_seconds: float, most_tokens: int)
         return f"kv_bytes_shipped is {report.kv_bytes_shipped} of at most {most_tokens} tokens"
     if len(report.worker_id) > MAX_NAME or len(report.transport) > MAX_TRANSPORT:
         return "a name is too long"
+    if not (report.worker_id + report.transport).isprintable():  # answers show them, in headers too
+        return "a name is not printable"
     return ""

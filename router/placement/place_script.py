@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import struct
 import time
@@ -76,10 +77,17 @@ def _read(answer: Any) -> Decision | int | float:
             return Decision.unpack(answer)
         refused = int(answer[0])
         if refused == _TOO_LATE:
-            return float(answer[1])
+            return _finite(float(answer[1]))
         return refused if refused == _LATER_RUN else Unplaced(refused)
     except (struct.error, ValueError, TypeError, LookupError):
         raise redis.InvalidResponse("the answer to a placement is malformed") from None
+
+
+def _finite(seconds: float) -> float:
+    """The time, which a refusal passes on as a whole number. Raises ValueError."""
+    if not math.isfinite(seconds):
+        raise ValueError("no time")
+    return seconds
 
 
 class Matched(NamedTuple):

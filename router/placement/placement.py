@@ -240,10 +240,10 @@ class Placement:
             self.settlement.request()
 
     async def calls_in_redis(self) -> int | None:
-        """The script's own count, over all routers. None while Redis does not answer."""
+        """The script's own count, over all routers. None while Redis does not answer, or has something else there."""
         try:
             return int(await self._client.get(self._keys.calls) or 0)
-        except (redis.RedisError, TimeoutError, OSError):
+        except (redis.RedisError, TimeoutError, OSError, ValueError):
             return None
 
 

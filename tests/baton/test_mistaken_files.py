@@ -184,3 +184,15 @@ def test_certificates_for_what_is_no_host_are_not_made(tmp_path: Path, host: str
 )
 def test_certificates_for_hosts_are_made(tmp_path: Path, host: str) -> None:
     assert len(make_certs(tmp_path, [host], 1)) == 5
+
+
+@pytest.mark.parametrize("name", ["ca", "client-ca"])
+def test_an_authority_whose_key_is_elsewhere_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """A new one was made in its place, and no certificate in use was valid any more."""
+    make_certs(tmp_path, [], 1)
+    (tmp_path / f"{name}.key").unlink()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match=f"{name}.key is not: put the key beside it") as refused:
+        make_certs(tmp_path, [], 1)
+    assert refused.value.field == "out"
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

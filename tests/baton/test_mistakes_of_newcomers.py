@@ -297,6 +297,17 @@ def test_a_key_that_is_left_out_or_wrong(words, said, monkeypatch):
     assert hint in said("generate", "hi")
 
 
+@pytest.mark.parametrize("key", ["sk-1\n", "sk-ü"])
+def test_a_key_that_no_header_may_have_is_not_shown(key, said, tmp_path):
+    """As one from a mounted secret, which may end its line: errors of the libraries copied it."""
+    (tmp_path / "in").touch()
+    for command in (("status",), ("top", "--once"), ("batch", str(tmp_path / "in"), str(tmp_path / "out"))):
+        found = said(*command, "--api-key", key)
+        assert "api_key: has characters that no header may have" in found and "sk-" not in found
+    found = said("load", "--api-key", key, code=2)
+    assert "api_key: has characters that no header may have" in found and "sk-" not in found
+
+
 def test_the_word_of_other_servers_and_the_version(said):
     assert "`baton up MODEL` starts a whole cluster" in said("serve", "llama", "--port", "1")
     assert said("--version", code=0) == f"baton {__version__}"

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.cli import drain, pools
+from baton.cli.autoscale import AutoscaleConfig
+from baton.local.options import merged
 from cluster.addresses import advertised, join
 from cluster.config import sources
+from cluster.config.base import Frozen, settings
+from cluster.config.environment import from_environment
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError
@@ -239,3 +244,46 @@ def test_a_wildcard_address_is_replaced_by_the_one_that_reaches_redis() -> None:
 def test_addresses_of_both_families() -> None:
     assert join("10.0.0.1", 80) == "10.0.0.1:80"
     assert join("fd00::1", 80) == "[fd00::1]:80"
+
+
+REQUIRED: dict[type[Frozen], dict[str, Any]] = {
+    RouterConfig: {"model": "/m"},
+    WorkerConfig: FLAGS,
+    AutoscaleConfig: {},
+}
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("model", REQUIRED, ids=lambda model: model.__name__)
+def test_a_number_is_finite(model: type[Frozen], number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a flag and by the environment, for one process and for `baton up`."""
+    floats = [one for one in settings(model) if "float" in str(one.field.annotation)]
+    assert floats
+    for one in floats:
+        nested: Any = number
+        for name in reversed(one.path):
+            nested = {name: nested}
+        with pytest.raises(ConfigError) as caught:
+            sources.load(model, merged(REQUIRED[model], nested))
+        assert caught.value.field == ".".join(one.path)
+        with monkeypatch.context() as patched:
+            patched.setenv(one.environment, number)
+            with pytest.raises(ConfigError, match=one.environment):
+                from_environment(model)
+
+
+@pytest.mark.parametrize("name", ["w1\n", "w" * 1025, "\udcff", "a\0b"])
+def test_a_name_that_routers_pass_over_is_refused(name: str) -> None:
+    """The worker was ready, and got no request."""
+    for model, setting in ((WorkerConfig, "worker_id"), (RouterConfig, "router_id")):
+        with pytest.raises(ConfigError, match="printable") as caught:
+            sources.load(model, {**REQUIRED[model], setting: name})
+        assert caught.value.field == setting
+
+
+@pytest.mark.parametrize("model", REQUIRED, ids=lambda model: model.__name__)
+def test_an_empty_address_is_refused(model: type[Frozen]) -> None:
+    """A socket takes it for every address of the machine."""
+    with pytest.raises(ConfigError, match="at least 1 character") as caught:
+        sources.load(model, {**REQUIRED[model], "host": ""})
+    assert caught.value.field == "host"

@@ -37,6 +37,18 @@ async def test_an_entry_is_removed_and_no_other_that_came_in_its_place(redis_url
     await writer.close()
 
 
+async def test_a_name_of_no_adapter_removes_no_number_of_another(redis_url, namespace):
+    """Without its number an adapter is not given back to a Redis that was emptied."""
+    writer = WantedAdapters(redis_url, namespace)
+    entry = await writer.add("x", "a")
+    before = await writer._client.hgetall(keys.adapters(namespace))
+    assert await writer.find("~x") is None and not await writer.remove("~x", None)
+    assert await writer._client.hgetall(keys.adapters(namespace)) == before
+    await writer._client.delete(keys.adapters(namespace))
+    assert await writer.find("x") == entry
+    await writer.close()
+
+
 async def test_routers_that_add_at_once_stay_within_the_limit(redis_url, namespace):
     writers = [WantedAdapters(redis_url, namespace) for _ in range(4)]
     key = keys.adapters(namespace)

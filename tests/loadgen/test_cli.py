@@ -127,6 +127,10 @@ def test_a_missing_folder_is_named_before_the_run_and_not_made(
         (["--extra-body", "{"], "extra-body"),
         (["--seconds", "-1"], "seconds"),
         (["--rate", "1e300"], "rate"),
+        (["--rate", "nan"], "rate"),
+        (["--seconds", "inf"], "finite"),
+        (["--rate", "1000", "--seconds", "1e6"], "at most 10000000 requests"),
+        (["--rate", "1", "--requests", "99999999999"], "at most 10000000 requests"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], said: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -283,8 +284,8 @@ def timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
     """Of a whole answer. `admin`: its client may see the workers."""
     timings = outcome.timings
     workers = {
-        "x-baton-prefill-worker": _as_header(timings.prefill_worker),
-        "x-baton-decode-worker": _as_header(timings.decode_worker),
+        "x-baton-prefill-worker": _for_header(timings.prefill_worker),
+        "x-baton-decode-worker": _for_header(timings.decode_worker),
     }
     return {
         **(workers if admin else {}),
@@ -293,6 +294,6 @@ def timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
     }
 
 
-def _as_header(name: str) -> str:
-    """A worker's name in UTF-8, in the Latin-1 of an answer's headers; "" for one that no header may have."""
-    return name.encode().decode("latin-1") if name.isprintable() else ""
+def _for_header(name: str) -> str:
+    """A worker's name. A header has printable characters of ASCII: a name with others is escaped, as in a URL."""
+    return name if name.isascii() and name.isprintable() else quote(name)

@@ -206,6 +206,14 @@ def test_a_pipe_is_refused_as_its_requests_can_be_read_once(stub: Stub, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_of_which_nothing_can_be_read_is_refused(stub: Stub, tmp_path: Path) -> None:
+    """It was opened, and the run ended with a traceback."""
+    source = write(tmp_path / "in", line("a"))
+    with pytest.raises(ConfigError, match="no regular file") as refused:
+        run_batch(source, Path("/dev/null"), Sending([stub.url]))
+    assert refused.value.field == "output" and not stub.seen
+
+
 def test_requests_are_sent_again_while_time_is_left(stub: Stub, tmp_path: Path) -> None:
     replies: dict[str, list[Reply | None]] = {
         "busy": [(429, {"retry-after": "0.02"}, {}), (503, {}, {}), None],

@@ -60,6 +60,13 @@ def test_without_redis_the_process_is_signalled_directly(start: Start) -> None:
     assert again.exit_code == 0 and "has left already" in again.output
 
 
+@pytest.mark.parametrize("text", ["[]", '"a"', '{"id": "a", "pid": null}', "{}", "\0"])
+def test_another_file_than_a_process_writes_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ready").write_text(text)
+    told = drain("--self", "--ready-file", str(tmp_path / "ready"), "--redis-url", UNREACHABLE)
+    assert isinstance(told.exception, ConfigError) and told.exception.field == "ready_file"
+
+
 def test_a_drain_longer_than_the_wait_is_exit_code_3(start: Start) -> None:
     _, file = start(STAYS)
     told = drain("--self", "--ready-file", str(file), "--wait", "0.3")

@@ -282,8 +282,10 @@ def test_a_key_neither_has_ended_already_nor_lasts_beyond_the_calendar(days):
     assert result.exit_code == 2 and "--days" in result.output
 
 
-def test_a_tenants_name_that_none_may_have_is_one_sentence():
-    result = CliRunner().invoke(app, ["keys", "new", "--tenant", "a\nb"])
+@pytest.mark.parametrize("tenant", ["a\nb", "a\x85b", "a\u2028- {admin: true}", "a\x9b2J"])
+def test_a_tenants_name_that_none_may_have_is_one_sentence(tenant):
+    """Neither in a file to which a new key's entry is added, nor in a terminal, does a name end its line."""
+    result = CliRunner().invoke(app, ["keys", "new", "--tenant", tenant])
     assert isinstance(result.exception, ConfigError) and result.exception.field == "tenant"
     assert "\n" not in result.exception.message and "pydantic" not in result.exception.message
 

@@ -55,6 +55,17 @@ def test_an_error_is_printed_as_it_is(monkeypatch, capsys):
     assert capsys.readouterr().err == f"baton: {TEXT.strip()} [f]\n"
 
 
+def test_an_error_of_a_server_controls_no_terminal(monkeypatch, capsys):
+    def refuse() -> None:
+        raise ConfigError("a\x1b]52;c;eA==\x07b\nc")
+
+    monkeypatch.setattr("baton.cli.main.app", refuse)
+    monkeypatch.setattr(sys, "argv", ["baton"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "baton: a\ufffd]52;c;eA==\ufffdb\nc\n"
+
+
 def test_a_full_disk_behind_the_output_is_one_sentence():
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "baton", "--help"]

@@ -78,10 +78,12 @@ async def test_each_worker_gets_its_part(world):
 async def test_a_local_attempt_asks_the_decode_worker_alone(world):
     world.decode.sends = [token(9), done()]
     attempt = world.attempt(local=True)
+    attempt.admission_seconds = 4e-4
     attempt.start()
     await events(attempt, any_end)
     (run,) = world.decode.asked
     assert isinstance(run, decode_pb2.DecodeRunRequest) and run.worker_epoch == 4
+    assert run.admission_deadline_ms == 1, "to workers, 0 is a time of their own"
     assert attempt.has_ended and attempt.is_local
     await attempt.close()
     assert not world.prefill.asked and not world.decode.link.cancelled

@@ -30,7 +30,9 @@ ANSWERS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("answer", [*ANSWERS, b"\xff" * _ANSWER.size, struct.pack(">Q", 1)], ids=repr)
+@pytest.mark.parametrize(
+    "answer", [*ANSWERS, [-3, b"inf"], [-3, b"nan"], b"\xff" * _ANSWER.size, struct.pack(">Q", 1)], ids=repr
+)
 async def test_a_placement_goes_on_without_redis(make, monkeypatch, answer):
     placement = await make(2)
 
@@ -81,3 +83,11 @@ async def test_a_reading_of_the_registry_keeps_the_last_membership(redis_url, na
         assert members.redis_ok
     finally:
         await members.close()
+
+
+@pytest.mark.parametrize("count", [b"many", b"1.5", b"\xff"])
+async def test_a_count_that_is_none_hides_only_itself(make, count):
+    """`/v1/cluster` was answered with status 500."""
+    placement = await make(2)
+    await placement._client.set(placement._keys.calls, count)
+    assert await placement.calls_in_redis() is None

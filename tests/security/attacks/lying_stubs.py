@@ -26,6 +26,8 @@ LIES: tuple[dict[str, Any], ...] = (
     {"prefill_seconds": math.nan, "prefill_queue_seconds": -math.inf, "decode_seconds": math.inf},
     {"decode_queue_seconds": math.nan, "first_step_seconds": math.nan},
     {"worker_id": "x" * 20_000, "transport": "y" * 20_000},
+    {"worker_id": "x\r\nset-cookie: a=b"},
+    {"transport": "\x1b[2J"},
 )
 
 
