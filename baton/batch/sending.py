@@ -17,7 +17,8 @@ from baton.client.routers import Routers, check_key
 from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.security.tls import ClientTls
 
-# A quota, no free worker, a proxy without a router. Other statuses would be the same once more.
+# A quota, no free worker, a proxy without a router. Other statuses would be the same once more, and so would an answer
+# with `x-should-retry: false`: of a request with which several workers failed, for example.
 RETRIED = frozenset({429, 502, 503})
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -101,7 +102,7 @@ class Sender:
             outcome, wanted = await self._attempt(request.path, content)
             if outcome.status == 401:
                 raise UnauthenticatedError("the routers require a valid API key (--api-key)", field="api_key")
-            if outcome.error is None and outcome.status not in RETRIED:
+            if wanted is None or (outcome.error is None and outcome.status not in RETRIED):
                 return outcome
             pause = max(wanted, _pause_seconds(attempt))
             if time.monotonic() + pause > end:
@@ -109,8 +110,8 @@ class Sender:
             await self._sleep(pause)
             attempt += 1
 
-    async def _attempt(self, path: str, content: bytes) -> tuple[Outcome, float]:
-        """One attempt, and the pause in seconds that the router asked for."""
+    async def _attempt(self, path: str, content: bytes) -> tuple[Outcome, float | None]:
+        """One attempt, and the pause in seconds that the router asked for; None: another one would not help."""
         url = self._urls[self._turn % len(self._urls)]
         self._turn += 1
         try:
@@ -133,8 +134,10 @@ class Sender:
         return Outcome(answer.status_code, request_id, body), _wanted_seconds(answer)
 
 
-def _wanted_seconds(answer: httpx.Response) -> float:
-    """Retry-After; a date is not read."""
+def _wanted_seconds(answer: httpx.Response) -> float | None:
+    """Retry-After; a date is not read. None: the router asks not to send the request again."""
+    if answer.headers.get("x-should-retry") == "false":
+        return None
     try:
         return max(0.0, float(answer.headers.get("retry-after", "0")))
     except ValueError:

@@ -53,6 +53,11 @@ class ChoiceStream:
         """Those of its output whose text was parsed as reasoning."""
         return 0 if self._marked is None else self._marked.reasoning_tokens
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it. Workers do not look for these: they go on with it."""
+        return self._stop.stopped
+
     async def read_resumed(self) -> None:
         """Read the tokens that the client already holds, because stop strings may begin in their text, and the parser must
         have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole

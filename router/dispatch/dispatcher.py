@@ -265,7 +265,7 @@ class RequestDispatcher:
     def _all_reported(self, attempt: Attempt) -> bool:
         """Whether every worker has ended or is lost. An answer that a stop string cut does not wait for the reports."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
+        return waiting <= attempt.finished | attempt.failed or any(one.stopped for one in attempt.choices)
 
     def _take(self, token: Token, attempt: Attempt) -> bool:
         """Forward one token; False if it is not wanted. Called by the link: the request's task is woken only where an

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from cluster.errors import UnsupportedFieldError
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
@@ -131,6 +131,8 @@ class AnswerPlans:
     def _made(name: str, make: Callable[[], T]) -> T:
         try:
             return make()
+        except InvalidRequestError as error:  # of the library's form of a grammar
+            raise refuse(name, error.message.removeprefix("grammar: ")) from None
         except ValueError as error:
             raise refuse(name, str(error)) from None
 

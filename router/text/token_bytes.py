@@ -66,12 +66,22 @@ class TokenPieces:
 class TextOffsets:
     """The position of each token in an answer, in characters. A token that completes a character begins with it."""
 
-    def __init__(self, pieces: TokenPieces):
-        self._pieces = pieces
+    def __init__(self, pieces: TokenPieces, echoed: str = ""):
+        """`echoed`: the prompt's text, which precedes the answer. What the tokenizer puts around it
+        is not in it: special tokens, and a space before it."""
+        self._pieces, self._echoed = pieces, echoed
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def next(self, token_id: int) -> int:
         begins = self._characters
-        self._characters += len(self._decoder.decode(self._pieces.in_answer(token_id)))
+        within = begins < len(self._echoed)
+        piece = self._in_prompt(token_id) if within else self._pieces.in_answer(token_id)
+        self._characters += len(self._decoder.decode(piece))
         return begins
+
+    def _in_prompt(self, token_id: int) -> bytes:
+        piece, begins = self._pieces.bytes_of(token_id), self._characters
+        if token_id in self._pieces.special:
+            return piece if self._echoed.startswith(self._pieces.text_of(token_id), begins) else b""
+        return piece[1:] if not begins and piece[:1] == b" " and self._echoed[0] != " " else piece

@@ -20,7 +20,12 @@ from cluster.telemetry.exposition import encode
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
-from router.frontends.http.anthropic.models import asks_as_anthropic, shown_list, shown_model
+from router.frontends.http.anthropic.models import (
+    asks_as_anthropic,
+    lists_models_as_anthropic,
+    shown_list,
+    shown_model,
+)
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
@@ -302,9 +307,8 @@ def _guard(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except Exception as error:
-            path = request.url.path
-            of_models = path.startswith("/v1/models") and asks_as_anthropic(request)
-            return failure_response(error, path, as_anthropic=of_models)
+            as_anthropic = lists_models_as_anthropic(request)
+            return failure_response(error, request.url.path, as_anthropic=as_anthropic)
 
     return guarded
 

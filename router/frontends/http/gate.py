@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
 from router.frontends.http.adapters import LOAD, UNLOAD
+from router.frontends.http.anthropic.models import lists_models_as_anthropic
 from router.frontends.http.errors import error_response
 from router.frontends.http.ui.pages import PATHS
 from router.frontends.http.web_pages import WebPages
@@ -50,7 +51,8 @@ class Gate:
             caller = scope[CALLER] = self._caller(scope)
         except BatonError as error:
             await self._gateway.low_priority.step()
-            refusal = error_response(error, scope["path"])
+            as_anthropic = lists_models_as_anthropic(Request(scope))
+            refusal = error_response(error, scope["path"], as_anthropic=as_anthropic)
             # The body may still arrive, and is not read.
             refusal.headers["connection"] = "close"
             self._gateway.metrics.refused()

@@ -17,7 +17,8 @@ from baton.batch import lines, sending
 from baton.batch.run import run_batch
 from baton.batch.sending import Sending
 from baton.cli.main import app
-from cluster.errors import ConfigError, UnauthenticatedError
+from cluster.errors import AttemptsExhaustedError, ConfigError, UnauthenticatedError
+from router.frontends.http.errors import error_body, error_headers
 
 Reply = tuple[int, dict[str, str], Any]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -242,6 +243,20 @@ def test_requests_are_sent_again_while_time_is_left(stub: Stub, tmp_path: Path) 
     assert made["busy"]["response"]["status_code"] == 200
     assert made["lost"]["response"] is None and made["lost"]["error"]["code"] == "connection_error"
     assert made["later"]["response"]["status_code"] == 429
+
+
+def test_a_request_that_failed_at_several_workers_is_not_sent_again(stub: Stub, tmp_path: Path) -> None:
+    """It was, for ten minutes: each time it could end as many workers again."""
+    error = AttemptsExhaustedError("2 engines failed while they computed this request")
+    headers, body = error_headers(error), error_body(error)
+    stub.reply = lambda asked, _: (
+        (error.http_status, headers, body) if asked["prompt"] == "a" else (200, {}, {})
+    )
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    tally = run_batch(source, out, Sending([stub.url], concurrency=1))
+    assert (tally.succeeded, tally.failed) == (1, 1)
+    assert [one[1]["prompt"] for one in stub.seen] == ["a", "b"]
+    assert read(out)["a"]["response"] == {"status_code": 503, "request_id": "", "body": body}
 
 
 def test_a_refused_key_ends_the_batch(stub: Stub, tmp_path: Path) -> None:

@@ -117,6 +117,33 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
     assert world.attempts[0].closed, "its workers are told"
 
 
+async def test_an_answer_that_no_stop_string_ends_waits_for_its_workers(text, monkeypatch):
+    """The usage of a request with stop strings could say that nothing was cached: the reports were not waited for."""
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    reported = end("DONE")
+    reported.report.CopyFrom(common_pb2.WorkReport(cached_tokens=4, computed_prompt_tokens=1))
+
+    def start(made: Scripted) -> None:
+        for position in range(PROMPT, PROMPT + NEW):
+            made.received(D, token(position))
+        for seconds, source, said in ((0.01, P, reported), (0.02, D, end("DONE"))):
+            asyncio.get_running_loop().call_later(seconds, made.ends, source, said)
+
+    monkeypatch.setattr(Scripted, "start", start)
+    sampling, prompt = common_pb2.SamplingParams(max_tokens=NEW), list(range(3, 3 + PROMPT))
+    completion = Completion("r", "m", prompt, sampling, stop=("no text has this",), deadline_seconds=60.0)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        while await deltas.take():
+            pass
+    assert running.complete and running.outcome.usage.cached_tokens == 4
+    await world.services.finish(5.0)
+    assert not world.attempts[0].closed, "nothing is left to cancel"
+
+
 class _Parser:
     """Fails at its third piece, or where a resumed answer is read again."""
 

@@ -12,6 +12,9 @@ from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans
 from router.request.grammar.requested import ANY_OBJECT, RequestedGrammar
 from router.text.conversation import Conversation, Tool
+from router.text.parsers import grammars
+from router.text.parsers.base import Reasoning
+from router.text.parsers.lark_rules import quoted
 from tests.router.stub_model import NoFormats
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
@@ -138,3 +141,21 @@ def test_schemas_that_no_grammar_can_have_are_refused_though_the_whole_has_none_
     with pytest.raises(InvalidRequestError) as caught:
         planned(ASKED, tools=[long])
     assert caught.value.field == "tools[0].function.strict"
+
+
+@pytest.mark.parametrize("tools", [(), (LOOSE,)], ids=["behind reasoning", "beside calls"])
+def test_a_regular_expression_that_is_none_names_the_request_s_field(tools):
+    """It was called `grammar`, a field that the endpoint does not have."""
+
+    class OfText(Formats):
+        def tool_grammar(self, conversation, rendered, answer):
+            how = {"must_call": False, "parallel": True, "reasoning": None}
+            return grammars.tool_grammar("hermes", conversation.tools, marker=quoted, answer=answer, **how)
+
+        def reasoning_grammar(self, spec, rendered):
+            return grammars.reasoning_grammar(spec, Reasoning("<think>", "</think>"), quoted)
+
+    asked = RequestedGrammar("guided_regex", GrammarSpec("regex", "a\\"))
+    with pytest.raises(InvalidRequestError, match="guided_regex: the backslash at its end") as caught:
+        planned(asked, formats=OfText(), tools=tools)
+    assert caught.value.field == "guided_regex"

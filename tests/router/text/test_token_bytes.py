@@ -61,6 +61,25 @@ def test_offsets_count_characters_and_no_special_tokens(kind):
     assert offsets.next(end) == 2
 
 
+def test_offsets_of_an_echoed_prompt_are_places_in_its_text(kind):
+    """Special tokens counted as nothing where the text shows them, and a space that the tokenizer adds as a character."""
+    tokenizer, _ = kind
+    pieces = TokenPieces(tokenizer)
+    end = max(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    mark = tokenizer.id_to_token(end)
+    ids = tokenizer.encode("b a", add_special_tokens=False).ids
+    text = str(tokenizer.decode([*ids, end, *ids], skip_special_tokens=False))
+    offsets, places = TextOffsets(pieces, text), []
+    for one in [*ids, end, *ids]:
+        places.append(offsets.next(one))
+    assert places[len(ids)] == text.index(mark) == 3
+    for one, place in zip([*ids[1:], end], places[1:], strict=False):
+        assert text.startswith(pieces.text_of(one), place)
+    assert offsets.next(end) == offsets.next(end) == len(text), "the answer behind it shows none"
+    given = TextOffsets(pieces, "b a")  # what the tokenizer puts around a text is not in it
+    assert [given.next(one) for one in [end, *ids, end]] == [0, 0, *places[1 : len(ids)], 3]
+
+
 def test_special_tokens_are_shown_by_name_and_ids_without_a_token_as_nothing(kind):
     tokenizer, _ = kind
     pieces = TokenPieces(tokenizer)

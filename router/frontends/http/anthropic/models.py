@@ -16,6 +16,11 @@ def asks_as_anthropic(request: Request) -> bool:
     return VERSION_HEADER in request.headers
 
 
+def lists_models_as_anthropic(request: Request) -> bool:
+    """Whether it asks for models, and its client is Anthropic's: errors have that form, too."""
+    return request.scope["path"].startswith("/v1/models") and asks_as_anthropic(request)
+
+
 def shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
     """`model`: as OpenAI's clients get it."""
     own = {key: value for key, value in model.items() if key not in ("object", "created", "owned_by")}

@@ -40,6 +40,7 @@ from router.request.fields import numbered
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import Envelope
+from router.text.pieces import TextOffsets
 
 
 class Generate:
@@ -102,6 +103,8 @@ class Generate:
             if not options.echoes:
                 return parsed
             texts = await self._echoed(model, caller, options, parsed)
+            assert isinstance(parsed.form, ShapeForm)
+            parsed.form.count_from_prompts(texts, parsed.completions[0].n)
             shown = sum(len(text.encode()) for text in texts)
             form = EchoForm(parsed.form, parsed.completions, texts)
             return replace(parsed, form=form, echo_bytes=parsed.echo_bytes + shown)
@@ -161,6 +164,13 @@ class ShapeForm:
         self._shape = shape
         self._usage = usage
         self._prompt_tokens = prompt_tokens
+
+    def count_from_prompts(self, texts: Sequence[str], n: int) -> None:
+        """Text offsets begin with the prompts, each of which n choices show."""
+        shape = self._shape
+        if isinstance(shape, CompletionShape) and shape.completion.sampling.logprobs:
+            for index in range(len(texts) * n):
+                shape.offsets[index] = TextOffsets(shape.text.pieces, texts[index // n])
 
     def whole(self, choices: int) -> WholeShape:
         return WholeShape(self._shape, choices)

@@ -55,11 +55,11 @@ class _Output:
             if self._shape.logprobs:
                 self._waiting += delta.tokens
             if parts := parts_of(delta):
-                shown = self._taken(parts) if self._waiting else ()
+                shown = self._taken(parts, parsed=delta.parts is not None) if self._waiting else ()
                 events += self._items.add(parts, self._shape.token_logprobs(shown))
         return events
 
-    def _taken(self, parts: Sequence[Part]) -> Sequence[Token]:
+    def _taken(self, parts: Sequence[Part], *, parsed: bool) -> Sequence[Token]:
         """Those of the waiting tokens that the content of `parts` is made of. What is before them is dropped: it is of
         reasoning, of calls, or of markers. What is behind them waits on. All, where their text is not the content."""
         content = "".join(part.text for part in parts if isinstance(part, ContentText)).encode()
@@ -67,8 +67,9 @@ class _Output:
         if not content:
             return ()
         texts = [self._shape.text.pieces.in_answer(token.token_id) for token in tokens]
-        # Behind reasoning, a call or a marker it is what came last: their own text may have it in it
-        find = bytes.find if self._items.in_message else bytes.rfind
+        # Behind reasoning, a call or a marker it is what came last: their own text may have it in it. Else it is what came
+        # first: behind it there may be text that waits for a stop string
+        find = bytes.rfind if parsed and not self._items.in_message else bytes.find
         begin = find(b"".join(texts), content)
         if begin < 0:
             return tokens

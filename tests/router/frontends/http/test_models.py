@@ -20,6 +20,7 @@ from cluster.config.router import FurtherModel
 from cluster.errors import (
     ModelError,
     OverloadedError,
+    UnauthenticatedError,
     UnknownModelError,
 )
 from cluster.security.keys import ANYONE, Caller, ModelLimits
@@ -138,6 +139,24 @@ async def test_anthropics_package_lists_models(gateway: StubGateway) -> None:
         anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client,
     ):
         assert [one.id async for one in client.models.list()] == ["second"]
+
+
+async def test_who_lists_models_without_a_key_is_refused_in_its_client_s_form(gateway: StubGateway) -> None:
+    """Anthropic's clients got OpenAI's form of this one error."""
+
+    def check(given: str) -> Caller:
+        raise UnauthenticatedError("the key is missing", field="authorization")
+
+    here = two_models(gateway, ANYONE)
+    here.keys = SimpleNamespace(on=True, check=check)  # type: ignore[assignment]
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/v1/models", "/v1/models/tiny"):
+            theirs = await client.get(path, headers={"anthropic-version": "2023-06-01"})
+            assert theirs.status_code == 401 and theirs.json()["type"] == "error"
+            assert theirs.json()["error"]["type"] == "authentication_error"
+            assert theirs.json()["request_id"] == theirs.headers["request-id"]
+            other = await client.get(path)
+            assert other.status_code == 401 and other.json()["error"]["code"] == "invalid_api_key"
 
 
 def two_models(gateway: StubGateway, caller: Caller | None = None, **settings: Any) -> StubGateway:

@@ -19,6 +19,8 @@ from router.frontends.http.openai.requests import CompletionRequest, StreamOptio
 from router.frontends.http.openai.shapes import CompletionShape
 from router.request.completion import Delta, Outcome
 from router.request.validator import Envelope, Validator
+from router.text.tokenizer import ModelText
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
 from tests.router.frontends.http.conftest import NAME, events_of
 from tests.router.frontends.http.small_text import TEXT
 from wire import common_pb2, inference_pb2
@@ -185,6 +187,23 @@ def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
         assert len(found.tokens) == len(found.text_offset) == count + max_tokens
         assert found.text_offset[0] == 0
     assert answer.usage.completion_tokens == 2 * max_tokens
+
+
+async def test_offsets_count_the_special_tokens_that_a_prompt_of_ids_shows():
+    """They counted as nothing, so that all places behind them were wrong."""
+    text = ModelText(DEMO)
+    async with (
+        served(StubGateway(text, {})) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        body = {"prompt": [1], "max_tokens": 1, "echo": True, "logprobs": 0, "n": 2}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        for choice in answer["choices"]:
+            assert choice["text"] == "<|bos|>x" and choice["logprobs"]["tokens"][0] == "<|bos|>"
+            assert choice["logprobs"]["text_offset"] == [0, 7]
+        streamed = (await client.post("/v1/completions", json={**body, "stream": True})).text
+        assert streamed.count('"text_offset":[7]') == 2
+    text.close()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 300])

@@ -18,14 +18,18 @@ from wire import common_pb2, inference_pb2
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
-def answered(gateway: ScriptedGateway, written: str, tools: str, reasoning: str) -> list[dict[str, Any]]:
-    """The items of an answer that has this text, token by token."""
+def answered(
+    gateway: ScriptedGateway, written: str | list[int], tools: str = "", reasoning: str = "", stop: Any = ()
+) -> list[dict[str, Any]]:
+    """The items of an answer that has this text, or these tokens, token by token."""
     text = gateway.first.text
     parsed = format_of(tools, reasoning, opened=False, special={}) if tools or reasoning else None
-    completion = Completion("r", "tiny", [5], common_pb2.SamplingParams(), answer_format=parsed)
+    completion = Completion("r", "tiny", [5], common_pb2.SamplingParams(), answer_format=parsed, stop=stop)
     stream = ChoiceStream(0, completion, text)
     answer = WholeResponse(ResponseShape(completion, text, b'"echo":1', True, False, False))
-    ids = text.tokenizer.encode(written, add_special_tokens=False).ids
+    ids = (
+        written if isinstance(written, list) else text.tokenizer.encode(written, add_special_tokens=False).ids
+    )
     for place, token_id in enumerate([*ids, 2], 1):
         finish: Any = common_pb2.FINISH_REASON_STOP if place > len(ids) else 0
         delta = stream.take(
@@ -59,3 +63,12 @@ def test_they_are_those_of_the_text(scripted, written, tools, reasoning, content
     assert content.encode() in tokens and len(tokens) < len(content) + 6, tokens
     places = [-one["logprob"] for one in part["logprobs"]]
     assert places == [places[0] + number for number in range(len(places))], "one behind the other"
+
+
+def test_a_text_that_waits_for_a_stop_string_is_that_of_later_tokens(scripted):
+    """The first piece of a text was taken for the last one like it, and the tokens before that were left out."""
+    (a,) = scripted.first.text.tokenizer.encode("a", add_special_tokens=False).ids
+    (message,) = answered(scripted, [a, a, a], stop=("ab",))
+    (part,) = message["content"]
+    assert part["text"] == "aaa"
+    assert [-one["logprob"] for one in part["logprobs"]] == [1, 2, 3]
