@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from baton.client import Client, GenerateOptions, Message, Stream
 from baton.formatting import answer_text
-from cluster.errors import BatonError, UnavailableError
+from cluster.errors import BatonError, ConfigError, UnavailableError
 
 HELP = """/help   this
 /reset  forget the conversation
@@ -22,7 +23,10 @@ Ctrl-C  stop the answer"""
 
 
 def converse(client: Client, *, temperature: float, max_tokens: int) -> None:
-    """Hold a conversation until /quit or the end of input. Raises UnavailableError when no router answers."""
+    """Hold a conversation until /quit or the end of input. Raises UnavailableError when no router answers, and
+    ConfigError where there is no input."""
+    if sys.stdin is None:
+        raise ConfigError("baton chat reads what you say from standard input, and that is closed")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` its history and line editing)
     models = client.models(timeout_seconds=10.0)
@@ -89,6 +93,9 @@ class Chat:
         except EOFError:
             self.console.print()
             return None
+        except UnicodeDecodeError:
+            self._note("that was no text in the terminal's encoding; write it again")
+            return ""
         except KeyboardInterrupt:  # nothing to stop: as in a shell, a fresh prompt
             self._note("\nCtrl-D or /quit leaves")
             return ""

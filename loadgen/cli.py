@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from loadgen.config import LoadConfig, Slo
 from loadgen.reach import why_not_grpc, why_not_http, why_unreachable
+from loadgen.tls import make_context
 
 if TYPE_CHECKING:
     from loadgen.report import Report
@@ -28,7 +30,7 @@ _PANELS = {
     "What they ask": (
         *("workload", "prompts", "prompt_tokens", "prompt_spread", "prefix_tokens", "prefixes", "turns"),
         *("think", "questions", "vocab_size", "max_tokens", "temperature", "ignore_eos", "seed"),
-        *("extra_body", "api_key", "tls_ca"),
+        *("extra_body", "api_key", "tls_ca", "tls_cert", "tls_key"),
     ),
     "What counts as good": ("slo_ttft", "slo_tpot", "slo_e2e"),
 }
@@ -39,7 +41,11 @@ _SETTINGS = {
     "think": "think_seconds",
     **{f"slo_{name.removesuffix('_seconds')}": name for name in Slo.model_fields},
 }
-_VARIABLES = {"api_key": "BATON_API_KEY", "tls_ca": "BATON_CLIENT_TLS_CA"}
+_VARIABLES = {"api_key": "BATON_API_KEY"} | {
+    f"tls_{file}": f"BATON_CLIENT_TLS_{file.upper()}" for file in ("ca", "cert", "key")
+}
+_FLAGS = {_SETTINGS.get(name, name): name for names in _PANELS.values() for name in names}
+_URLS = ("http://", "https://")
 # Flags that are not read as their setting's type
 _READ_AS: dict[str, tuple[Any, Any]] = {"questions": (Path | None, None), "extra_body": (str, "{}")}
 
@@ -74,6 +80,7 @@ def load(
     """
     _check_writable({"--json": json, "--html": html})
     configs = _configs(list(dict.fromkeys(protocol)), target or [], flags)
+    _check_due(configs)
     _check_reachable(configs)
     # Imported here: every `baton` command reads this file for its help.
     from loadgen.key_watch import KeyRefused
@@ -139,7 +146,7 @@ def _configs(protocols: list[ProtocolName], targets: list[str], flags: Mapping[s
                     **settings,
                     "protocol": protocol.value,
                     "targets": [
-                        one for one in targets if count == 1 or one.startswith("http") == (protocol == "http")
+                        one for one in targets if count == 1 or one.startswith(_URLS) == (protocol == "http")
                     ],
                     "rate": rate and rate / count,
                     "concurrency": _part(concurrency, count, index),
@@ -152,8 +159,19 @@ def _configs(protocols: list[ProtocolName], targets: list[str], flags: Mapping[s
     except orjson.JSONDecodeError as error:
         raise typer.BadParameter(f"--extra-body: {error}") from error
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        wrong = (_problem(item["loc"], item["msg"]) for item in error.errors())
         raise typer.BadParameter("; ".join(wrong)) from error
+
+
+def _problem(where: Sequence[int | str], said: str) -> str:
+    """What pydantic says about settings, by the names of their flags."""
+    said = re.sub(r"`(\w+)`", lambda found: _flag(found[1]), said.removeprefix("Value error, "))
+    named = [one for one in where if isinstance(one, str)]
+    return f"{_flag(named[-1])}: {said}" if named else said
+
+
+def _flag(setting: str) -> str:
+    return f"--{_FLAGS.get(setting, setting).replace('_', '-')}"
 
 
 def _part(total: int, count: int, index: int) -> int:
@@ -196,6 +214,20 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
             raise typer.BadParameter(f"{flag} {file} cannot be written: {error.strerror}") from None
 
 
+def _check_due(configs: list[LoadConfig]) -> None:
+    """Fail before a run in which no request is due: it would end at once, with empty tables."""
+    from loadgen.schedule import session_schedule
+
+    # With this many expected none is due once in e^50 runs: a long schedule is not made twice.
+    if any(one.rate is None or one.seconds is None or one.rate * one.seconds > 50 for one in configs):
+        return
+    if not any(session_schedule(one) for one in configs):
+        raise typer.BadParameter(
+            f"no request is due at --rate {sum(one.rate or 0.0 for one in configs):g} within --seconds "
+            f"{configs[0].seconds:g}: give a higher rate, or more seconds"
+        )
+
+
 def _check_reachable(configs: list[LoadConfig]) -> None:
     """Fail before the run if no target can be connected to, or none of a protocol serves it: all requests would fail."""
     for config in configs:
@@ -222,15 +254,14 @@ def _why_not(config: LoadConfig, address: str) -> str:
 
 def _context(config: LoadConfig, address: str) -> ssl.SSLContext | None:
     """What a client of `address` trusts; None without TLS: making one reads certificates, which takes 20 ms."""
-    secure = address.startswith("https://") if config.protocol == "http" else config.tls
-    if not secure and config.tls_ca is None:
+    if not config.has_tls and not address.startswith("https://"):
         return None
     try:
-        return ssl.create_default_context(cafile=config.tls_ca)
+        return make_context(config)
     except OSError as error:  # ssl.SSLError is one
-        raise typer.BadParameter(
-            f"--tls-ca {config.tls_ca} cannot be read: {error.strerror or error}"
-        ) from None
+        files = {"--tls-ca": config.tls_ca, "--tls-cert": config.tls_cert, "--tls-key": config.tls_key}
+        named = ", ".join(f"{flag} {file}" for flag, file in files.items() if file is not None)
+        raise typer.BadParameter(f"{named} cannot be read: {error.strerror or error}") from None
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

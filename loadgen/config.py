@@ -95,8 +95,10 @@ class LoadConfig(_Frozen):
 
     api_key: str = Field("", description="Sent with every request.", repr=False, exclude=True)
     tls_ca: Path | None = Field(None, description="Use TLS, and trust this authority.")
-    tls_cert: Path | None = Field(None, description="gRPC: client certificate")
-    tls_key: Path | None = None
+    tls_cert: Path | None = Field(
+        None, description="Use TLS, and show this certificate, where the server requires one."
+    )
+    tls_key: Path | None = Field(None, description="Its key.")
     tls: bool = Field(False, description="gRPC: use TLS; for HTTP the target's https:// decides")
 
     seed: int = Field(0, description="The same seed gives the same prompts and the same schedule.")
@@ -107,6 +109,8 @@ class LoadConfig(_Frozen):
     def _check(self) -> Self:
         if (self.requests is None) == (self.seconds is None):
             raise ValueError("exactly one of `requests` and `seconds` is needed")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("`tls_cert` and `tls_key` belong together: give both")
         if self.workload == "conversation" and self.prompt_kind not in (None, "chat"):
             raise ValueError("conversations are chat: leave `prompt_kind` out")
         if self.rate is not None and (self.requests or self.rate * (self.seconds or 0)) > MAX_SCHEDULED:
@@ -119,6 +123,11 @@ class LoadConfig(_Frozen):
         for target in self.targets if self.protocol == "http" else ():
             _check_http(target)
         return self
+
+    @property
+    def has_tls(self) -> bool:
+        """Of gRPC; for HTTP the target's https:// decides."""
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
 
     @property
     def kind(self) -> PromptKind:

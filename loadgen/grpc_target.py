@@ -87,7 +87,7 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
 
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
     options = [*_OPTIONS, ("grpc.enable_http_proxy", int(goes_by_proxy(address)))]
-    if not config.tls and config.tls_ca is None:
+    if not config.has_tls:
         return grpc.aio.insecure_channel(address, options)
     ca, key, cert = (
         file.read_bytes() if file is not None else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httptools
@@ -116,15 +115,17 @@ class HttpConnection(asyncio.Protocol):
 
 
 class HttpPool:
-    """Connections to one `http://host:port` or `https://…`. `ca`: a file; None = the system's authorities."""
+    """Connections to one `http://host:port`, or `https://…` with `tls`."""
 
-    def __init__(self, url: str, clock: Clock, api_key: str = "", ca: Path | None = None) -> None:
+    def __init__(self, url: str, clock: Clock, api_key: str = "", tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r}: the target is http://host:port or https://host:port")
         secure = parts.scheme == "https"
-        self._tls = ssl.create_default_context(cafile=ca) if secure else None
+        self._tls = (tls or ssl.create_default_context()) if secure else None
         self._host, self._port = parts.hostname, parts.port or (443 if secure else 80)
+        name = f"[{self._host}]" if ":" in self._host else self._host  # brackets around an address of IPv6
+        self._authority = f"{name}:{self._port}"
         self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._path = parts.path.rstrip("/")
         self._clock = clock
@@ -172,7 +173,7 @@ class HttpPool:
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         head = (
-            f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._authority}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             f"{self._authorization}\r\n"
         )

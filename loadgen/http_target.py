@@ -11,18 +11,22 @@ from loadgen.config import LoadConfig
 from loadgen.http_connection import HttpConnection, HttpPool
 from loadgen.record import STAGES, RequestRecord
 from loadgen.target import Clock, RequestFailed
+from loadgen.tls import make_context
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
 from wire.inference_pb2 import Timings
 
 _MAX_MESSAGE_CHARACTERS = 300
 _TIMINGS = [field.name for field in Timings.DESCRIPTOR.fields]
+# Of a chat: what tokens become that are not content, under the names of several servers
+_BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
 
 
 class HttpTarget:
     def __init__(self, config: LoadConfig, address: str, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._pool = HttpPool(address, clock, config.api_key, config.tls_ca)
+        tls = make_context(config) if address.startswith("https://") else None
+        self._pool = HttpPool(address, clock, config.api_key, tls)
         self._model = config.model
         self._finding_model = asyncio.Lock()
 
@@ -134,7 +138,9 @@ class _Events:
     def _take_choice(self, arrival: float, choice: dict[str, Any]) -> None:
         delta = choice.get("delta")
         text = choice.get("text") if delta is None else delta.get("content")
-        tokens = _tokens_in(choice, text, is_role=delta is not None and "role" in delta)
+        said = text or (delta is not None and any(delta.get(name) for name in _BESIDE_CONTENT))
+        is_role = delta is not None and "role" in delta
+        tokens = _tokens_in(choice, text, said=bool(said), is_role=is_role)
         if tokens:
             self._record.arrived(arrival, tokens)
         self.text.append(text or "")
@@ -150,15 +156,16 @@ class _Events:
         self._record.stages = {stage: float(reported[stage]) for stage in STAGES if stage in reported}
 
 
-def _tokens_in(choice: dict[str, Any], text: str | None, *, is_role: bool) -> int:
-    """The number of tokens in an event: by the ids where the server sends them, else 1 if the event has a token.
+def _tokens_in(choice: dict[str, Any], text: str | None, *, said: bool, is_role: bool) -> int:
+    """The number of tokens in an event: by the ids where the server sends them, else 1 if the event has a token. `said`:
+    it has text, of reasoning and calls too.
 
     A token whose text is incomplete has an empty text. So have the first event of a chat, which holds the role, and the
     last one of some servers, which holds the finish reason: these two have no token.
     """
     if choice.get("token_ids") is not None:
         return len(choice["token_ids"])
-    if text:
+    if said:
         return 1
     return int(text is not None and not is_role and choice.get("finish_reason") is None)
 

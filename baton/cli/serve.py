@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from baton import safe_files
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
@@ -136,9 +137,7 @@ def stop_event() -> asyncio.Event:
 
 def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
     if path is not None:
-        scratch = path.with_suffix(".part")
-        scratch.write_text(json.dumps(facts))
-        scratch.replace(path)
+        safe_files.replace(path, json.dumps(facts).encode(), safe_files.SHARED)
 
 
 def _command(role: Role) -> Callable[..., None]:

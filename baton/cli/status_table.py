@@ -27,6 +27,7 @@ from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.security.tls import ClientTls
 
 _WIDE_COLUMNS = 110
+_LONGEST_LINE = 2000
 _REDIS = {"True": ("Redis ok", "green"), "False": ("Redis gone", "red")}
 
 
@@ -46,7 +47,11 @@ def show(
             console.file.write(raw.decode() + "\n")
             return
         view = router.parsed(raw)
-    console.print(render(view, wide=console.width >= _WIDE_COLUMNS))
+    page = render(view, wide=console.width >= _WIDE_COLUMNS)
+    if not console.is_terminal:  # but a pipe or a file, whose reader looks for whole names
+        longest = console.options.update(max_width=_LONGEST_LINE)
+        console.width = max(console.width, console.measure(page, options=longest).maximum)
+    console.print(page)
 
 
 def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:

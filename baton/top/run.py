@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
 import tty
+from collections.abc import Iterator
+from typing import NoReturn
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -29,9 +32,11 @@ def once(router: RouterHttp, console: Console) -> None:
 
 def run(router: RouterHttp, console: Console, interval_seconds: float) -> None:
     """Run until q or Ctrl-C. Waits for a router that does not answer; an insufficient API key is an error."""
-    if not console.is_terminal:
+    if (
+        not console.is_terminal or console.is_dumb_terminal
+    ):  # of the latter, each frame would follow the last one
         raise ConfigError("baton top draws on a terminal; --once prints one frame", field="once")
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), _orderly_end():
         with contextlib.suppress(UnavailableError):
             ask(router)
         feed = Feed(router, interval_seconds)
@@ -42,6 +47,22 @@ def run(router: RouterHttp, console: Console, interval_seconds: float) -> None:
                     live.update(_now(feed, console), refresh=True)
         finally:
             feed.stop()
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Within the context SIGTERM raises, as Ctrl-C does: the terminal would keep the other screen, and echo no keys."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _now(feed: Feed, console: Console) -> RenderableType:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from rich.console import Console
 
-from baton.chat import Chat
+from baton.chat import Chat, converse
 from baton.client import Client
-from cluster.errors import OverloadedError
+from cluster.errors import ConfigError, OverloadedError
 from tests.harness.stub_inference import StubRouter
 
 
@@ -114,3 +114,18 @@ def test_an_answer_does_not_control_the_terminal(router: StubRouter, monkeypatch
     shown = talk(router, "hello")
     assert "\ufffd]52;c;cm0=\ufffd\ufffd2J\ufffda" in shown and "\u3000c\u200dd" in shown
     assert not {"\x1b", "\x07", "\x9b", "\x08"} & {*shown}
+
+
+def test_a_line_that_is_no_text_is_asked_for_again(router: StubRouter) -> None:
+    def garbled() -> str:
+        return b"\xff".decode()
+
+    assert "no text in the terminal's encoding" in talk(router, garbled, "hello")
+    assert roles(router) == [["user"]]
+
+
+def test_without_an_input_it_says_so(router: StubRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell's `<&-` closes it."""
+    monkeypatch.setattr("sys.stdin", None)
+    with Client(router.address) as client, pytest.raises(ConfigError, match="from standard input"):
+        converse(client, temperature=0.5, max_tokens=4)

@@ -283,6 +283,8 @@ def test_certificates_and_keys_that_are_left_out(said, tmp_path):
         only = ("--tls-ca", str(tmp_path / "c.pem"), flag, str(tmp_path / "c.pem"))
         found = said("generate", "hi", "--target", "127.0.0.1:1", *only)
         assert "a certificate and its key belong together: give both" in found
+        alone = said("generate", "hi", "--target", "127.0.0.1:1", *only[2:])
+        assert "a certificate and its key belong together: give both" in alone
 
 
 @pytest.mark.parametrize(

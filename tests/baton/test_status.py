@@ -178,3 +178,14 @@ def test_a_password_in_the_address_of_a_router_is_not_shown(url: str, shown: str
             router.get("/v1/cluster")
         assert "p4ss" not in caught.value.message + router.address
         assert shown in caught.value.message
+
+
+@pytest.mark.parametrize("router", [(200, json.dumps(VIEW).encode())], indirect=True)
+@pytest.mark.parametrize(("terminal", "whole"), [(False, True), (True, False)])
+def test_a_pipe_gets_whole_names(router: str, terminal: bool, whole: bool) -> None:
+    """Names for `baton drain` are taken from there."""
+    console = Console(file=io.StringIO(), width=50, force_terminal=terminal, color_system=None)
+    show(router, as_json=False, console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all((one["id"] in said) is whole for one in VIEW["workers"])
+    assert ("…" in said) is not whole

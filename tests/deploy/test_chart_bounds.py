@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from annotated_types import Le
+from annotated_types import Le, MultipleOf
 from jsonschema import Draft7Validator
 
 from cluster.config.base import Frozen
@@ -34,9 +34,13 @@ def camel_case(name: str) -> str:
 def test_a_value_that_a_worker_refuses_is_refused_by_the_chart(section: str, model: type[Frozen]) -> None:
     values: dict[str, Any] = SCHEMA["properties"][section]["properties"]
     for name, field in model.model_fields.items():
-        bounds = [one.le for one in field.metadata if isinstance(one, Le)]
-        if bounds and (value := values.get(camel_case(name))) is not None:
-            assert value.get("maximum") == bounds[0], f"{section}.{camel_case(name)}"
+        if (value := values.get(camel_case(name))) is None:
+            continue
+        for one in field.metadata:
+            if isinstance(one, Le):
+                assert value.get("maximum") == one.le, f"{section}.{camel_case(name)}"
+            if isinstance(one, MultipleOf):
+                assert value.get("multipleOf") == one.multiple_of, f"{section}.{camel_case(name)}"
 
 
 def _keys(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

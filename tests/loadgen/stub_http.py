@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +35,21 @@ class StubHttp:
     models: Any = field(default_factory=lambda: {"data": [{"id": "stub-model"}]})
     other_event: bytes = b""  # sent as the second one, whatever it is
     token_seconds: float = 0.0
+    reasoning: int = 0  # so many of the tokens of a chat are reasoning
+    calls: bool = False  # those of a chat are calls of tools
+    tls: ssl.SSLContext | None = None
+    host: str = "127.0.0.1"
     keep_alive: bool = True
+    heads: list[bytes] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
     _serving: set[asyncio.Task[None]] = field(default_factory=set)
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # a client hung up in the middle
 
     async def __aenter__(self) -> StubHttp:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, self.host, 0, ssl=self.tls)
+        scheme, name = "https" if self.tls else "http", f"[{self.host}]" if ":" in self.host else self.host
+        self.url = f"{scheme}://{name}:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -70,6 +77,7 @@ class StubHttp:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head)
         path = head.split(b" ")[1].decode()
         length = next(
             int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
@@ -113,13 +121,18 @@ class StubHttp:
             if self.piece_bytes:
                 await asyncio.sleep(0)
 
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        if self.calls:
+            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+        return {"reasoning_content": text} if index < self.reasoning else {"content": text}
+
     def _events(self, chat: bool) -> list[bytes]:
         events: list[dict[str, Any]] = []
         if chat:
             events.append({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for index in range(self.tokens):
             text = f" t{index}"
-            choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            choice: dict[str, Any] = {"delta": self._delta(index, text)} if chat else {"text": text}
             events.append({"choices": [{**choice, "finish_reason": None}]})
         closing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         said = {"baton": TIMINGS} if self.baton else {}

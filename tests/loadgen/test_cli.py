@@ -137,3 +137,32 @@ def test_bad_flags_are_named(flags: list[str], said: str) -> None:
     result = CliRunner().invoke(app, flags)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--requests", "3", "--seconds", "4"], "exactly one of --requests and --seconds is needed"),
+        (["--warmup", "-1"], "--warmup: Input should be greater than or equal to 0"),
+        (["--timeout", "0"], "--timeout: Input should be greater than 0"),
+        (["--slo-tpot", "-1"], "--slo-tpot: Input should be greater than 0"),
+        (["--workload", "conversation", "--prompts", "text"], "leave --prompts out"),
+        (["--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", "/proc/c.pem", "--tls-key", "/proc/c.key"], "--tls-key /proc/c.key cannot be read"),
+        (["--rate", "0.001", "--seconds", "1"], "no request is due at --rate 0.001 within --seconds 1"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_given(flags: list[str], said: str, router: StubRouter) -> None:
+    result = CliRunner().invoke(app, ["--target", router.address, *flags])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert not router.inference.requests
+
+
+def test_the_host_of_a_grpc_target_may_begin_like_a_url() -> None:
+    """`http-router:50051` is the address of a router's gRPC port."""
+    own = ("protocol", "target", "json", "html")
+    flags = {one.name: one.default for one in cli._PARAMETERS if one.name not in own}
+    both = [cli.ProtocolName.GRPC, cli.ProtocolName.HTTP]
+    grpc, http = cli._configs(both, ["http-router:50051", "http://router:8000"], flags)
+    assert (grpc.addresses, http.addresses) == (("http-router:50051",), ("http://router:8000",))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.local.certs import make_certs
 from cluster.errors import OverloadedError
 from loadgen.config import LoadConfig, Slo
 from loadgen.html import page
@@ -88,6 +91,36 @@ async def test_http_bytes_may_be_cut_anywhere(piece_bytes: int) -> None:
     assert report.failed == 0
     assert [len(record.arrivals) for record in report.records] == [3, 3]
     assert report.samples()[0].sample_answer == " t0 t1 t2"
+
+
+@pytest.mark.parametrize("stub", [{"reasoning": 4}, {"reasoning": 2}, {"calls": True}], ids=str)
+async def test_reasoning_and_calls_are_tokens_too(stub: dict[str, Any]) -> None:
+    """The first token is the first of the reasoning, and an answer may have nothing else within its length."""
+    async with StubHttp(tokens=4, **stub) as server:
+        report = await run(config(server.url, requests=2, prompt_kind="chat"))
+    assert (report.failed, report.output_tokens) == (0, 8)
+    assert [len(record.arrivals) for record in report.records] == [4, 4]
+
+
+async def test_an_address_of_ipv6_is_in_brackets_in_the_host() -> None:
+    """Servers refuse other forms (RFC 9110, 7.2), as routers do."""
+    async with StubHttp(host="::1") as server:
+        report = await run(config(server.url, requests=1))
+    assert report.failed == 0
+    port = server.url.rpartition(":")[2]
+    assert all(f"\r\nHost: [::1]:{port}\r\n".encode() in head for head in server.heads)
+
+
+async def test_a_certificate_is_shown_to_a_server_that_requires_one(tmp_path: Path) -> None:
+    make_certs(tmp_path, [], 1)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "client-ca.pem")
+    tls.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+    tls.verify_mode = ssl.CERT_REQUIRED
+    own = {"tls_cert": tmp_path / "client.pem", "tls_key": tmp_path / "client.key"}
+    async with StubHttp(tls=tls) as server:
+        for files, failed in ((own, 0), ({}, 1)):
+            report = await run(config(server.url, requests=1, tls_ca=tmp_path / "ca.pem", **files))
+            assert report.failed == failed
 
 
 async def test_a_server_that_closes_after_each_answer() -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from baton.router_http import RouterHttp
+from baton.top import run as top
+from cluster.errors import ConfigError
 from tests.baton.top.views import view
 from tests.harness.preloaded import preloaded
 from tests.harness.waiting import wait_for
@@ -114,6 +121,10 @@ class Terminal:
     def press(self, key: str) -> None:
         os.write(self._ours, key.encode())
 
+    def echoes(self) -> bool:
+        """Whether keys are shown."""
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -146,3 +157,22 @@ def test_it_stays_through_a_router_that_goes_away_and_q_ends_it(
     terminal.press("q")
     assert terminal.process.wait(SECONDS) == 0
     wait_for(lambda: "\x1b[?1049l" in terminal.written, 5, "the terminal is as it was")
+
+
+@pytest.mark.long
+def test_sigterm_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+    wait_for(lambda: "prefill-1" in terminal.written, SECONDS, "a frame")
+    assert not terminal.echoes()
+    terminal.process.terminate()
+    assert terminal.process.wait(SECONDS) == 128 + signal.SIGTERM
+    wait_for(lambda: "\x1b[?1049l" in terminal.written, 5, "the screen is the one before")
+    assert terminal.echoes()
+
+
+@pytest.mark.parametrize("kind", ["dumb", "unknown"])
+def test_a_terminal_that_moves_no_cursor_gets_no_stream_of_frames(kind: str, router: tuple[str, Any]) -> None:
+    """An editor's shell, for example."""
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": kind})
+    with RouterHttp(router[0]) as connection, pytest.raises(ConfigError, match="--once prints one frame"):
+        top.run(connection, console, 1.0)
+    assert not console.file.getvalue()  # type: ignore[attr-defined]

@@ -183,9 +183,11 @@ def _changed(beside: dict[str, Any], leaf: Any) -> dict[str, Any]:
 
 
 def _comparable(rendered: Rendered) -> str:
-    """Without values that differ in every rendering, and those that do not describe a cluster."""
+    """Without values that differ in every rendering, those that do not describe a cluster, and hashes of values: a key
+    that changes no more than its hash has no effect."""
     return re.sub(
-        r"(?m)^  (secret|ray-token|redis-(?:router|worker|autoscaler)-password|ray-redis-password|mutated|hash-key): \S+$",
+        r"(?m)^  (secret|ray-token|redis-(?:router|worker|autoscaler)-password|ray-redis-password|mutated|hash-key): \S+$"
+        r"|^ +checksum/config: \S+$",
         "",
         rendered.text,
     )

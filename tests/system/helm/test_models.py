@@ -102,3 +102,44 @@ def test_one_autoscaler_has_each_models_pools_and_objectives(rendered: Rendered)
     assert set(role["rules"][0]["resourceNames"]) == scaled
     sets = [one.stateful_sets for one in (config, small, hub)]
     assert {name for one in sets for name in (one.prefill, one.decode)} == scaled
+
+
+def test_what_belongs_to_the_first_model_is_no_further_ones(renderer: Renderer) -> None:
+    """Its hash would refuse another model's files, and its draft model is neither mounted beside another nor has that
+    one's tokenizer."""
+    values = copy.deepcopy(dict(SEVERAL.values))
+    values["model"] |= {"source": "hf://org/large@0123abc", "huggingFace": {"sha256": "a" * 64}}
+    engine = {"draft_kv_memory_bytes": 1 << 20, "speculative_tokens": 7, "attention_backend": "sdpa"}
+    values["decode"] = {"draftModel": "/models/draft", "config": {"engine": engine}}
+    rendered = renderer.render(ValueSet(values=values))
+    pods = {pod.component: pod for pod in pods_of(rendered)}
+    fetched = {name: pods[name].spec["initContainers"][0]["args"] for name in ("decode", "decode-hub")}
+    assert [f"--sha256={'a' * 64}" in args for args in fetched.values()] == [True, False]
+    assert not any(one.startswith("--sha256") for one in fetched["decode-hub"])
+    first, *others = (
+        config_of(rendered, f"decode{one}", "worker.yaml")["engine"] for one in ("", "-small", "-hub")
+    )
+    assert engine.items() <= first.items() and first["draft_model"] == "/models/draft"
+    for own in others:
+        assert own["attention_backend"] == "sdpa", "the rest is taken over"
+        assert not {"draft_model", "draft_kv_memory_bytes", "speculative_tokens"} & set(own)
+    values["models"][0]["decode"]["draftModel"] = "/models-small/draft"
+    again = config_of(renderer.render(ValueSet(values=values)), "decode-small", "worker.yaml")["engine"]
+    assert again["draft_model"] == "/models-small/draft"
+
+
+def test_each_revision_has_a_directory_of_its_own(renderer: Renderer) -> None:
+    """In a claim, which pods of two releases share during an upgrade. A container of the release before that starts again
+    reads the new path, so in a pod's own disk it stays the same."""
+    found = []
+    sources = ("@0123abc", "@4567def", "@main", "")
+    for claim, revision in [*(("models", one) for one in sources), ("", "@0123abc")]:
+        values = {"source": f"hf://org/large{revision}", "huggingFace": {"cacheClaim": claim}}
+        rendered = renderer.render(ValueSet(values={"model": values}))
+        path = config_of(rendered, "decode", "worker.yaml")["engine"]["model"]
+        (pod,) = [one for one in pods_of(rendered) if one.component == "decode"]
+        command = pod.spec["initContainers"][0]["command"]
+        assert command[command.index("--out") + 1] == path
+        assert config_of(rendered, "router", "router.yaml")["model"] == path
+        found.append(path.removeprefix("/models/org--large"))
+    assert found == ["--0123abc", "--4567def", "", "", ""]

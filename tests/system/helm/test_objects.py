@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.system.helm.rendering import Pod, Rendered, Renderer, ValueSet, pods_of, selects
-from tests.system.helm.value_sets import KUBERAY, VALUE_SETS
+from tests.system.helm.value_sets import GROUPS, KUBERAY, VALUE_SETS
 
 pytestmark = pytest.mark.system
 LABEL = re.compile(r"^(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")
@@ -303,3 +303,19 @@ def test_ranks_of_a_wide_worker_get_pods_of_their_own(renderer: Renderer) -> Non
     (ray,) = pod.containers
     assert ray["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert '--resources={"decode-ranks": 1}' in ray["args"]
+
+
+def test_further_ranks_have_the_environment_of_their_worker_but_no_secrets(renderer: Renderer) -> None:
+    """Settings of NCCL are for all ranks of a worker; a job that is submitted to Ray could read a secret there."""
+    secret = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}}
+    node = {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    given = [{"name": "NCCL_SOCKET_IFNAME", "value": "eth1"}, secret, node]
+    values = {"decode": {"pod": {"extraEnv": given}}}
+    for more in ({}, {"multiNode": {"by": "leaderWorkerSet"}}):
+        wanted = ValueSet(("multi-node.yaml",), {**values, **more}, apis=GROUPS)
+        pods = {pod.component: pod for pod in pods_of(renderer.render(wanted))}
+        (ranks,) = pods["decode-ranks"].containers
+        assert [one for one in given if one in ranks["env"]] == [given[0], node]
+        assert [one for one in given if one in _by_name(pods["decode"])["worker"]["env"]] == given
+        assert not [one for one in given if one in _by_name(pods["decode"])["ray"]["env"]]
+        assert not [one for one in given if one in pods["prefill-ranks"].containers[0]["env"]]

@@ -58,3 +58,35 @@ def test_monitors_find_the_ports_that_serve_metrics(renderer: Renderer) -> None:
     ports = [port["name"] for one in services for port in one["spec"]["ports"]]
     assert ports.count(service_monitor["spec"]["endpoints"][0]["port"]) == 1
     assert pod_monitor["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
+
+
+def test_a_label_of_all_objects_that_monitors_set_too_is_theirs_and_there_once(renderer: Renderer) -> None:
+    """Strict readers of YAML, such as those that render after Helm, refuse a key that is there twice."""
+    labels = {"release": "prometheus", "mine": "yes"}
+    kinds = ("monitors", "rules", "dashboards")
+    values = {
+        "commonLabels": {"release": "all", "team": "inference"},
+        "observability": {kind: {"enabled": True, "labels": labels} for kind in kinds},
+    }
+    rendered = renderer.render(ValueSet(values=values))
+    seen = set()
+    for document in yaml.compose_all(rendered.text, Loader=yaml.CSafeLoader):
+        _check_keys(document)
+    for one in rendered.manifests:
+        own = one["metadata"]["labels"]
+        assert own["team"] == "inference"
+        if "mine" in own:
+            seen.add(one["kind"])
+        assert own["release"] == ("prometheus" if "mine" in own else "all")
+    assert seen == {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        assert len(names) == len(set(names)), names
+        for _, value in node.value:
+            _check_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_keys(value)

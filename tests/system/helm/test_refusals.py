@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.system.helm.refused import cluster, models, workers
 from tests.system.helm.refused.form import Refusals
@@ -66,6 +68,7 @@ def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) 
         {"redis": {"resources": None}},
         {"fullnameOverride": "My_Baton"},
         {"fullnameOverride": "2nd"},
+        {"transfer": {"slotBytes": 5000}},
         {"redis": {"maxMemory": "512Mi"}},
         {"prefill": {"shmSize": "8GB"}},
         {"networkPolicy": {"apiServerPorts": []}},
@@ -88,6 +91,41 @@ def test_a_release_whose_name_no_service_may_have_is_refused(release: str, rende
     assert f"{release}, made from the release's name, can't begin names of Services" in refused.stderr
     assert "set fullnameOverride, or install under another name" in refused.stderr
     assert renderer.run("template", release, str(CHART), "--set", "fullnameOverride=baton").returncode == 0
+
+
+@pytest.mark.parametrize("release", ["on", "null", "123"])
+def test_a_release_whose_name_yaml_reads_as_another_type_is_named_by_it(
+    release: str, renderer: Renderer
+) -> None:
+    """Kubernetes refuses labels that are no texts, and names none of the values that they came from."""
+    flags = (
+        "--namespace",
+        "456",
+        "--set",
+        "fullnameOverride=baton,doctor.enabled=true,observability.monitors.enabled=true",
+    )
+    done = renderer.run("template", release, str(CHART), *flags)
+    assert done.returncode == 0, done.stderr
+    manifests = [one for one in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if one]
+    assert len(manifests) > 20
+    for one in manifests:
+        assert one["metadata"].get("namespace", "456") == "456"
+        assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == release
+    for key, value in _scalars(manifests):
+        if key in ("app.kubernetes.io/instance", "namespace"):
+            assert value in (release, "456"), (key, value)
+
+
+def _scalars(found: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no mapping and no list, with the key that it, or its list, has."""
+    if isinstance(found, dict):
+        for name, one in found.items():
+            yield from _scalars(one, name)
+    elif isinstance(found, list):
+        for one in found:
+            yield from _scalars(one, key)
+    else:
+        yield key, found
 
 
 def test_what_redis_may_hold_is_compared_in_bytes(renderer: Renderer) -> None:

@@ -25,7 +25,7 @@
 {{- $values := .root.Values -}}
 {{- $pods := dict "prefill.pod" $values.prefill.pod "decode.pod" $values.decode.pod }}
 {{- if not .root.key }}
-{{- $_ := merge $pods (dict "router.pod" $values.router.pod "ray.head.pod" $values.ray.head.pod "redis.pod" $values.redis.pod "autoscaling.pod" $values.autoscaling.pod "doctor.pod" $values.doctor.pod) }}
+{{- $_ := merge $pods (dict "router.pod" $values.router.pod "ray.head.pod" $values.ray.head.pod "redis.pod" $values.redis.pod "autoscaling.pod" $values.autoscaling.pod "doctor.pod" $values.doctor.pod "tests.pod" $values.tests.pod) }}
 {{- range $name := keys $values.commonLabels | sortAlpha }}
 {{- if has $name $own }}
 {{- fail (printf "commonLabels: %s is a label of the chart's own: remove it" $name) }}

@@ -7,10 +7,15 @@
 {{- $roots := list $root -}}
 {{- range $own := $root.Values.models }}
 {{- $values := deepCopy (omit $root.Values "models") }}
-{{- /* What a model has of its own (source, names, lengths) is not inherited. */}}
-{{- $model := dict "servedName" $own.name "maxModelLen" 0 }}
+{{- /* What a model has of its own (source, hash, names, lengths, adapters, draft model) is not inherited. */}}
+{{- $model := dict "servedName" $own.name "maxModelLen" 0 "huggingFace" (dict "sha256" "") }}
 {{- $_ := set $model "adapters" (dict "slots" 0 "maxRank" 16 "source" "" "load" dict) }}
 {{- $_ := set $values "model" (mergeOverwrite (omit (deepCopy $values.model) "adapters") $model (deepCopy ($own.model | default dict))) }}
+{{- if $values.decode.draftModel }}
+{{- $_ := set $values.decode "draftModel" "" }}
+{{- $engine := $values.decode.config.engine | default dict }}
+{{- if kindIs "map" $engine }}{{ $_ := set $values.decode.config "engine" (omit $engine "draft_kv_memory_bytes" "speculative_tokens") }}{{ end }}
+{{- end }}
 {{- range $part := list "prefill" "decode" "autoscaling" }}
 {{- $_ := set $values $part (mergeOverwrite (index $values $part) (deepCopy (index $own $part | default dict))) }}
 {{- end }}

@@ -13,7 +13,7 @@
 {{- /* What selectors select by; never changes in a release's life. Takes root, component. */ -}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: baton
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -22,7 +22,10 @@ app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.commonLabels }}
+{{- /* Of an object's own labels with the same name: those, since a mapping has a key once. */}}
+{{- $common := deepCopy .root.Values.commonLabels }}
+{{- range $name := keys (.labels | default dict) }}{{ $_ := unset $common $name }}{{ end }}
+{{- with $common }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -30,7 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- /* metadata of an object. Takes root, component, name; labels, annotations (maps, optional). */ -}}
 {{- define "baton.metadata" -}}
 name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels: {{- include "baton.labels" . | nindent 2 }}
   {{- with .labels }}
   {{- toYaml . | nindent 2 }}
@@ -149,7 +152,11 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- $parts := splitn "/" 2 $rest -}}
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) ($parts._1 | default "") | trimSuffix "/" -}}
 {{- else if eq (include "baton.modelScheme" .) "hf" -}}
-{{- printf "/%s/%s" (include "baton.modelsVolume" .) (index (splitList "@" $rest) 0 | replace "/" "--") -}}
+{{- /* In a claim pods of two releases meet: a file that one replaces while another loads it would give that one weights of both. */ -}}
+{{- $parts := append (splitList "@" $rest) "main" -}}
+{{- $apart := and .Values.model.huggingFace.cacheClaim (ne (index $parts 1) "main") -}}
+{{- $revision := ternary (printf "--%s" (index $parts 1)) "" (not (empty $apart)) -}}
+{{- printf "/%s/%s%s" (include "baton.modelsVolume" .) (first $parts | replace "/" "--") $revision -}}
 {{- else if eq (include "baton.modelScheme" .) "s3" -}}
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) (base (trimSuffix "/" $rest)) -}}
 {{- else -}}

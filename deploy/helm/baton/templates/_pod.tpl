@@ -121,7 +121,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
 - name: fetch{{ with .root.key }}-{{ . }}{{ end }}
   image: {{ .image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [baton, fetch, {{ .root.Values.model.source | quote }}, --out, {{ include "baton.modelPath" .root }}, --endpoint, {{ $hub.endpoint | quote }}]
+  command: [baton, fetch, {{ .root.Values.model.source | quote }}, --out, {{ include "baton.modelPath" .root | quote }}, --endpoint, {{ $hub.endpoint | quote }}]
   args:
     {{- /* Without progress: bytes may come for any time, and start-up probes begin after them. */}}
     - --seconds={{ .root.Values.model.loadSeconds }}

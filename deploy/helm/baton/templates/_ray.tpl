@@ -187,6 +187,10 @@
     {{- if hasSuffix "-ranks" .resource }}
     {{- include "baton.rankEnv" . | nindent 4 }}
     - {name: BATON_LEAVING_FILE, value: /tmp/baton-leaving}
+    {{- /* Such as NCCL's. No secrets: jobs that are submitted to Ray run in this container. */}}
+    {{- range .pool.pod.extraEnv }}
+    {{- if not (dig "valueFrom" "secretKeyRef" "" .) }}{{ list . | toYaml | nindent 4 }}{{ end }}
+    {{- end }}
     {{- end }}
   {{- $ports := include "baton.rayContainerPorts" .root | trim }}
   {{- if or $ports (eq $group "leader") }}

@@ -5,7 +5,7 @@
 - podSelector:
     matchLabels:
       app.kubernetes.io/name: baton
-      app.kubernetes.io/instance: {{ .root.Release.Name }}
+      app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
     matchExpressions:
       - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
 {{- end -}}
