@@ -214,7 +214,7 @@ class Router:
         if self.gateway.admission.in_flight:
             await self._http.close_port()
         while self.gateway.admission.in_flight and time.monotonic() < self._drain_until:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _close_ports(self, member: Member) -> None:
         """Once the parent is gone, so that a new router can have them; what is open is served until `close`."""

@@ -18,6 +18,7 @@ import pytest
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError, ModelError, SetupError
+from engine import build
 from engine.parallel.group import Arrivals, LostRankError
 from tests.harness.waiting import wait_for
 from tests.worker.echo_rank import HELLO, Echo
@@ -100,7 +101,7 @@ def without_a_tensor(rank: int, connection: Connection, *arguments: Any) -> None
     def load_model(*_: object, **__: object) -> None:
         raise ModelError("tensor x is missing", field="x")
 
-    parts: Any = local.build
+    parts: Any = build
     parts.load_model = load_model
     rank_mains.rank_main(rank, connection, *arguments)
 

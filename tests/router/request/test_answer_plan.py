@@ -149,8 +149,15 @@ def test_a_regular_expression_that_is_none_names_the_request_s_field(tools):
 
     class OfText(Formats):
         def tool_grammar(self, conversation, rendered, answer):
-            how = {"must_call": False, "parallel": True, "reasoning": None}
-            return grammars.tool_grammar("hermes", conversation.tools, marker=quoted, answer=answer, **how)
+            return grammars.tool_grammar(
+                "hermes",
+                conversation.tools,
+                marker=quoted,
+                answer=answer,
+                must_call=False,
+                parallel=True,
+                reasoning=None,
+            )
 
         def reasoning_grammar(self, spec, rendered):
             return grammars.reasoning_grammar(spec, Reasoning("<think>", "</think>"), quoted)

@@ -40,7 +40,7 @@ from router.request.fields import numbered
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import Envelope
-from router.text.pieces import TextOffsets
+from router.text.token_bytes import TextOffsets
 
 
 class Generate:
