@@ -19,6 +19,7 @@ from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
+from router.frontends.http.serving import id_of_failed
 from router.gateway import RequestGateway
 from router.listening import listen_http
 from router.processes.http import SharedHttpServer, counted
@@ -117,6 +118,8 @@ def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
             response = await gate.refusal(exchange.scope) or await generation(exchange)
         except Exception as error:
             response = failure_response(error, exchange.url.path)
+            if shown := id_of_failed(exchange):
+                response.headers["x-request-id"] = shown
         if response is not None:
             await exchange.send(response)
 
