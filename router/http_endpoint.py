@@ -19,6 +19,7 @@ from router.frontends.http.connection.protocol import limited
 from router.frontends.http.cors import Cors
 from router.frontends.http.errors import failure_response
 from router.frontends.http.gate import Gate
+from router.frontends.http.serving import id_of_failed
 from router.gateway import RequestGateway
 from router.listening import listen_http
 from router.processes.http import SharedHttpServer, counted
@@ -118,6 +119,8 @@ def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
             response = await gate.refusal(exchange.scope) or await generation(exchange)
         except Exception as error:
             response = failure_response(error, exchange.url.path)
+            if shown := id_of_failed(exchange):
+                response.headers["x-request-id"] = shown
         if response is not None:
             await exchange.send(response)
 

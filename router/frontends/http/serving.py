@@ -33,6 +33,7 @@ from router.request import model_hint
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import MAX_REQUEST_ID
 
+REQUEST_ID = "baton.request_id"  # in the scope of a request that was read: the one that its answer shows
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -134,6 +135,7 @@ class Serving:
     async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
         """An answer of known length; None: it was streamed."""
         parsed = await self._read(request, read, place, admit)
+        request.scope[REQUEST_ID] = _shown_id(request, parsed)
         if parsed.kept_whole or not parsed.stream:
             # All prompts are for one model
             model = parsed.completions[0].served_model
@@ -267,6 +269,17 @@ async def _stream(
 
 def _shown_id(request: Request, parsed: ParsedRequest) -> str:
     return request.headers.get("x-request-id") or parsed.completions[0].request_id
+
+
+def id_of_failed(request: Request) -> str:
+    """The id that the answer to a request shows that has failed: its own, or the one that the router gave it; "" = it has
+    none yet."""
+    if known := request.scope.get(REQUEST_ID):
+        return str(known)
+    with contextlib.suppress(InvalidRequestError):  # it was refused because of this
+        if request_id(request):
+            return request.headers["x-request-id"]
+    return ""
 
 
 def request_id(request: Request) -> str:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from cluster.errors import UnavailableError
 from router.frontends.http import app as module
 from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway, served
 
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -44,6 +45,26 @@ async def test_a_request_id_that_cannot_be_printed_is_refused(client: httpx.Asyn
     for given in (b"a\tb", "\u200b".encode(), "é".encode() * 257):
         answer = await client.post("/v1/completions", json=BODY, headers=[(b"x-request-id", given)])
         assert answer.status_code == 400 and "printable characters in UTF-8" in answer.text
+
+
+async def test_the_answer_to_a_failed_request_has_its_id(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is most needed, clients had none."""
+    headers = {"x-request-id": "mine"}
+    for path, body in (
+        ("/v1/completions", {**BODY, "n": 0}),
+        ("/v1/chat/completions", []),
+        ("/tokenize", {}),
+    ):
+        answer = await client.post(path, json=body, headers=headers)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
+    refused = await client.post("/v1/completions", json={**BODY, "n": 0})
+    assert refused.status_code == 400 and "x-request-id" not in refused.headers, "the router gave it none yet"
+    monkeypatch.setattr(StubDispatcher, "start", lambda _, deltas: deltas.fail(UnavailableError("gone")))
+    for more in ({}, {"stream": True}):
+        failed = await client.post("/v1/completions", json={**BODY, **more})
+        assert failed.status_code == 503 and failed.headers["x-request-id"].startswith("req-")
 
 
 async def test_a_path_with_a_further_slash_is_unknown(

@@ -34,7 +34,7 @@ def works(seconds):
 @pytest.fixture
 def quick(monkeypatch):
     """Shorter times of the same order. Each is far above what an empty trial takes."""
-    for name, seconds in [("CPU", 0.2), ("TOTAL_CPU", 0.3), ("HANG", 0.2), ("LOOK", 0.02)]:
+    for name, seconds in [("CPU", 0.2), ("TOTAL_CPU", 0.3), ("HANG", 0.2), ("POLL", 0.02)]:
         monkeypatch.setattr(trial, f"{name}_SECONDS", seconds)
     monkeypatch.setattr(trial, "_limit", lambda: None)
 

@@ -22,7 +22,7 @@ from router.request.completion import Completion, Delta, Outcome
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
-MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[5] / "demo" / "model"
 SMILE = "\U0001f642"
 
 
