@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
+
+from cluster.state_machine import StateMachine
 
 
 class Reached:
@@ -13,6 +16,17 @@ class Reached:
     def hit(self, name: str) -> None:
         assert name in self.counts, f"{name} is not among the names"
         self.counts[name] += 1
+
+    def count(self, machine: StateMachine[Any]) -> None:
+        """Its transitions from now on, as "old → new"."""
+        move = machine.to
+
+        def to(new: Any) -> None:
+            old = machine.state
+            move(new)
+            self.hit(f"{old.value} → {new.value}")
+
+        machine.to = to  # type: ignore[method-assign]
 
     def check(self) -> None:
         """Fails naming what was never reached. Call it after the whole run."""

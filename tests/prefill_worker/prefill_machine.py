@@ -18,7 +18,6 @@ from cluster.errors import (
     StaleTransferError,
 )
 from cluster.protocol.block_hash import pack_tokens
-from cluster.state_machine import StateMachine
 from engine.engine import Engine
 from kv_transfer.contract import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
@@ -97,18 +96,6 @@ class Sender:
         handoff = await self.asked[spec.transfer_id]
         self.handoffs[spec.transfer_id] = handoff
         return handoff
-
-
-def count_transitions(machine: StateMachine[Any]) -> None:
-    """In REACHED."""
-    move = machine.to
-
-    def to(new: Any) -> None:
-        old = machine.state
-        move(new)
-        REACHED.hit(f"{old.value} → {new.value}")
-
-    machine.to = to
 
 
 class PrefillMachine(RuleBasedStateMachine):
@@ -211,7 +198,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 return
             self.opened[transfer] = attempt
             self.numbers[transfer] = handle.number
-            count_transitions(attempt.machine)
+            REACHED.count(attempt.machine)
 
         self.inside(go)
 
