@@ -307,7 +307,7 @@ def _guard(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except Exception as error:
-            as_anthropic = lists_models_as_anthropic(request)
+            as_anthropic = lists_models_as_anthropic(request.scope)
             return failure_response(error, request.url.path, as_anthropic=as_anthropic)
 
     return guarded

@@ -51,7 +51,7 @@ class Gate:
             caller = scope[CALLER] = self._caller(scope)
         except BatonError as error:
             await self._gateway.low_priority.step()
-            as_anthropic = lists_models_as_anthropic(Request(scope))
+            as_anthropic = lists_models_as_anthropic(scope)
             refusal = error_response(error, scope["path"], as_anthropic=as_anthropic)
             # The body may still arrive, and is not read.
             refusal.headers["connection"] = "close"

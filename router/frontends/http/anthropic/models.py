@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 VERSION_HEADER = "anthropic-version"  # a header that these clients always send
 
@@ -16,9 +17,10 @@ def asks_as_anthropic(request: Request) -> bool:
     return VERSION_HEADER in request.headers
 
 
-def lists_models_as_anthropic(request: Request) -> bool:
+def lists_models_as_anthropic(scope: Scope) -> bool:
     """Whether it asks for models, and its client is Anthropic's: errors have that form, too."""
-    return request.scope["path"].startswith("/v1/models") and asks_as_anthropic(request)
+    names = (name for name, _ in scope["headers"])
+    return scope["path"].startswith("/v1/models") and VERSION_HEADER.encode() in names
 
 
 def shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
