@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from cluster.errors import BatonError
 from cluster.state_machine import StateMachine
 from engine.request import PromptChunk
 from wire import common_pb2
@@ -66,6 +67,7 @@ class DecodeAttempt:
     entered: float = field(default_factory=time.monotonic)  # time of its admission or commit
     is_entered: bool = False
     is_finished: bool = False  # it has ended with its last token
+    abort_reason: BatonError | None = None  # why it is aborted, for its router; None: the router asked
     trace: Context | None = None  # the router's span, where the request is traced
     first_step: float = 0.0  # when the step that made this engine's first token began
     first_token: float | None = None  # its time

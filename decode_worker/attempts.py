@@ -76,6 +76,8 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         if attempt is None or attempt.machine.state is DecodeState.ENDED:
             return
         waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
+        if error is None and outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED:
+            error = attempt.abort_reason
         attempt.machine.to(DecodeState.ENDED)
         attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         self.ended[outcome_name(outcome)] += 1

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from prometheus_client.registry import Collector
 
-from cluster.errors import BatonError, CancelledError, DrainingError, StaleEpochError, engine_request_error
+from cluster.errors import (
+    BatonError,
+    BlocksExhaustedError,
+    CancelledError,
+    DrainingError,
+    StaleEpochError,
+    engine_request_error,
+)
 from cluster.membership.status import WorkerStatus
 from decode_worker import metrics
 from decode_worker.attempt import DecodeAttempt, DecodeState
@@ -28,6 +35,7 @@ from worker.role import RoleParts
 from worker.validate import admission_seconds, check_spec
 
 log = logging.getLogger(__name__)
+EVICTED_SECONDS = 0.05  # before a request whose reservation was taken back is tried again
 MakeReceiver = Callable[[RoleParts, DecodeEngine, Callable[[bytes], bool]], HandoffReceiver]
 
 
@@ -63,7 +71,7 @@ class DecodeRole:
         """Raises SetupError."""
         self._parts = parts
         self.attempts = DecodeAttempts(
-            parts, cancel=self.cancel, cancel_by_router=self.cancel_by_router, evicted=self.abort
+            parts, cancel=self.cancel, cancel_by_router=self.cancel_by_router, evicted=self._evicted
         )
         adapter = HandoffEngineAdapter(parts, self.attempts)
         self.receiver = make_receiver(parts, adapter, self.attempts.is_ended)
@@ -145,11 +153,18 @@ class DecodeRole:
             return HandoffState.COMMITTED
         if attempt is not None:
             attempt.stop_compiling()  # a commit may wait for it, and the receiver for that
-        state = await self.receiver.abort(transfer_id)
+            attempt.abort_reason = reason or attempt.abort_reason  # the end of its hand-off ends it
+        state = await self.receiver.abort(transfer_id, reason)
         if state is not HandoffState.COMMITTED:
             self.attempts.remember_ended(transfer_id)
             self.attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, reason)
         return state
+
+    async def _evicted(self, transfer_id: bytes) -> None:
+        error = BlocksExhaustedError(
+            "running requests needed its blocks", retry_after_seconds=EVICTED_SECONDS
+        )
+        await self.abort(transfer_id, error)
 
     async def cancel(self, attempt: DecodeAttempt) -> None:
         """End an attempt at once, committed or not; returns when its blocks are free."""
@@ -178,15 +193,17 @@ class DecodeRole:
 
     async def return_waiting(self) -> None:
         """Return attempts without a reservation, and local prefills that wait for their turn."""
-        for attempt in self.attempts.all():
-            if attempt.machine.state is DecodeState.EXPECTED:
-                await self._return(attempt)
+        expected = DecodeState.EXPECTED
+        await self._return([one for one in self.attempts.all() if one.machine.state is expected])
 
     async def return_all(self) -> None:
-        for attempt in self.attempts.all():
-            await self._return(attempt)
+        await self._return(self.attempts.all())
 
-    async def _return(self, attempt: DecodeAttempt) -> None:
+    async def _return(self, attempts: list[DecodeAttempt]) -> None:
+        """Return all at once: the engine is called between two steps, so that one by one each would take a step."""
+        await asyncio.gather(*map(self._return_one, attempts))
+
+    async def _return_one(self, attempt: DecodeAttempt) -> None:
         """Its log has all tokens computed so far before its end, so that the router continues after them."""
         error = DrainingError(f"{self._parts.identity.worker_id} is leaving")
         if attempt.machine.state not in (DecodeState.DECODING, DecodeState.ENDED):

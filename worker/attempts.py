@@ -5,6 +5,7 @@ How long one waits for its router, and when it is forgotten: worker/link/handle.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import OrderedDict
@@ -162,12 +163,15 @@ class Attempts(Generic[A]):
         await self._background_tasks.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
-        """Cancel and forget every current attempt; a failure to cancel one does not stop the others."""
-        for attempt in self.all():
-            try:
-                await self._cancel_and_forget(attempt)
-            except Exception:
-                log.exception("attempt %s could not be cancelled", attempt.transfer_id.hex())
+        """Cancel and forget every current attempt; a failure to cancel one does not stop the others. All at once: the
+        engine is called between two steps, so that one by one each would take a step."""
+        await asyncio.gather(*map(self._try_to_cancel, self.all()))
+
+    async def _try_to_cancel(self, attempt: A) -> None:
+        try:
+            await self._cancel_and_forget(attempt)
+        except Exception:
+            log.exception("attempt %s could not be cancelled", attempt.transfer_id.hex())
 
     async def close(self) -> None:
         """Cancel the attempts that are left."""

@@ -345,12 +345,12 @@ class HandoffReceiver:
         await self._landing.answered(forgotten)
         await self._engine.abort(handoff.transfer_id, handoff.verified_tokens)
 
-    async def abort(self, transfer_id: bytes) -> HandoffState:
-        """Abort an attempt unless it has committed; a commit in progress is waited for. Returns its state."""
+    async def abort(self, transfer_id: bytes, reason: errors.BatonError | None = None) -> HandoffState:
+        """Abort an attempt, for `reason`, unless it commits: a commit in progress is waited for. Returns its state."""
         handoff = self._live.get(transfer_id)
         if handoff is not None and await handoff.ends_committed():
             return HandoffState.COMMITTED
-        await self._abort(transfer_id, errors.CancelledError("aborted by the router"))
+        await self._abort(transfer_id, reason or errors.CancelledError("aborted by the router"))
         return HandoffState.ABORTED
 
     # --- the worker's life -------------------------------------------------------------------------------

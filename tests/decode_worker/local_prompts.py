@@ -70,7 +70,7 @@ class Local:
     def __init__(self, blocks: int = 400, **settings: Any) -> None:
         self.core = Core(blocks, **settings)
 
-        async def abort(transfer_id: bytes) -> HandoffState:
+        async def abort(transfer_id: bytes, reason: object = None) -> HandoffState:
             return HandoffState.ABORTED
 
         receiver: Any = SimpleNamespace(abort=abort)

@@ -148,6 +148,26 @@ async def test_an_attempt_that_cannot_be_cancelled_does_not_keep_the_others():
     assert len(attempts) == 0
 
 
+async def test_all_attempts_are_cancelled_at_once():
+    """Between two steps of the engine: one by one each would take one, and a fenced worker stay away for as long."""
+    begun: list[bytes] = []
+    may_end = asyncio.Event()
+
+    async def cancel(attempt: Attempt) -> None:
+        begun.append(attempt.transfer_id)
+        await may_end.wait()
+
+    attempts = make(cancel, detach_seconds=60.0)
+    for number in range(1, 4):
+        opened(attempts, bytes([number]) * 16, number)
+    closing = asyncio.create_task(attempts.cancel_all())
+    await until(lambda: len(begun) == 3, "each cancel has begun", 5.0)
+    assert len(attempts) == 3
+    may_end.set()
+    await closing
+    assert not len(attempts)
+
+
 async def test_adapters_are_held_from_the_opening_of_an_attempt_to_its_end(attempts):
     """Also while it waits for its turn, when the engine has nothing of it."""
     opened(attempts)

@@ -1,0 +1,89 @@
+"""What a decode worker gives up, and returns: its router and its prefill worker are told why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from kv_transfer.contract import HandoffState
+from tests.decode_worker.decode_world import DecodeWorld
+from tests.decode_worker.local_prompts import Local
+from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
+from tests.harness.waiting import until
+from wire import common_pb2
+
+
+def drains(world: DecodeWorld) -> None:
+    world.start(world.role.return_all())
+
+
+@pytest.mark.parametrize(
+    ("happens", "code"), [(drains, "DrainingError"), (DecodeWorld.evict, "BlocksExhaustedError")]
+)
+async def test_a_reservation_that_is_given_up_says_why(happens: Callable[[DecodeWorld], None], code: str):
+    """Without the reason the router takes it for a defect of the worker: it does not leave one that drains, and a client
+    whose request finds no room in time gets another status."""
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    happens(world)
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    (end,) = world.router.ends.values()
+    assert (end.outcome, end.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, code)
+    (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
+    assert aborted.error.code == code
+    assert world.core.engine.stats().blocks_held == 0
+    await close(world)
+
+
+async def test_blocks_that_are_taken_back_before_a_commit_say_why():
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    world.core.before_next_call += [world.evict]
+    finish(stream)
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    (end,) = world.router.ends.values()
+    assert end.error.code == "BlocksExhaustedError"
+    await close(world)
+
+
+async def test_an_attempt_that_its_router_aborts_has_no_reason():
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    assert await world.role.abort(TRANSFER) is HandoffState.ABORTED
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    (end,) = world.router.ends.values()
+    assert not end.HasField("error")
+    (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
+    assert aborted.error.code == "CancelledError"
+    await close(world)
+
+
+async def test_running_requests_are_returned_between_two_steps():
+    """One by one each would wait for a step: a worker with hundreds would leave before it has returned the last."""
+    local, waiting, stepped = Local(), 0, asyncio.Event()
+    for index in range(4):
+        local.ask(f"r{index}", new=40)
+    while len(local.first) < 4:
+        await local.step()
+    call = local.core.call
+
+    async def between_steps(function: Callable[[Engine], Any], *, behind: bool = False) -> Any:
+        nonlocal waiting
+        waiting += 1
+        await stepped.wait()
+        return await call(function)
+
+    local.core.call = between_steps  # type: ignore[method-assign]
+    returning = asyncio.create_task(local.role.return_all())
+    await local.settle()
+    assert waiting == 4
+    stepped.set()
+    await returning
+    await local.settle()
+    ends = [(end.outcome, end.error.code) for end in local.outcomes.values()]
+    assert ends == [(common_pb2.ATTEMPT_OUTCOME_PREEMPTED, "DrainingError")] * 4
+    local.check_nothing_is_left()
