@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from tests.prefill_worker.prefill_machine import REACHED, PrefillMachine
 
-PrefillMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+PrefillMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
 
 
 class TestPrefillWorker(PrefillMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
