@@ -106,7 +106,7 @@ class OutputProcessor:
                     flight.output.prompts.append(PromptOutput(request_id, sequence.next_scored, new))
                     sequence.next_scored += len(new)
             except EngineRequestError as error:
-                self._fail(sequence, error, flight.output)
+                self._unsound(sequence, error, flight.output)
 
     def _pool_prompts(self, flight: Flight) -> None:
         """Pool the step's chunks of prompts. The embeddings of those that are complete precede their first tokens."""
@@ -120,7 +120,7 @@ class OutputProcessor:
             try:
                 flight.output.prompts.append(embedding(sequence, item.pooling, whole))
             except EngineRequestError as error:
-                self._fail(sequence, error, flight.output)
+                self._unsound(sequence, error, flight.output)
 
     def _verify(self, flight: Flight, span: StepSpan) -> None:
         """Accept drafts up to the first that differs from the token drawn at its position.
@@ -186,9 +186,8 @@ class OutputProcessor:
                 output.tokens.extend(drawn)
                 self._counters.output_tokens += len(drawn)
             except Exception as error:
-                if pending.unsound(index):
-                    self._scheduler.invalidate(sequence.request.request_id)
-                self._fail(sequence, engine_request_error(error), output)
+                fail = self._unsound if pending.unsound(index) else self._fail
+                fail(sequence, engine_request_error(error), output)
 
     def append_tokens(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
         """Append to the choice `first` its token. The other tokens, at the end of a prompt, begin choices of their own."""
@@ -238,6 +237,12 @@ class OutputProcessor:
         if all(s.state is S.FINISHED for s in choices):
             output.done.append(request_done(choices))
             self._scheduler.remove(request_id)
+
+    def _unsound(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
+        """End a request for numbers that are not finite. What it has found or cached of its prompt may be why, and would
+        fail the next request as well."""
+        self._scheduler.invalidate(sequence.request.request_id)
+        self._fail(sequence, error, output)
 
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""

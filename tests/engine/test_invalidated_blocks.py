@@ -11,6 +11,7 @@ import torch
 
 from cluster.errors import EngineRequestError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
+from cluster.protocol.pooling import Pooling
 from engine.cache.block_pool import BlockPool
 from engine.engine import Engine
 from engine.plan import StepPlan
@@ -178,6 +179,52 @@ def test_a_model_recovers_from_a_block_that_is_not_a_number(backend, checkpoint)
     runner: Any = engine._runner
     runner.kv_cache[engine.block_ids("bad")[1], 0] = math.nan
     assert failed(finish(engine, "bad")[1])
+    engine.add(EngineRequest("after", prompt, greedy()))
+    assert_greedy("after a block that was no number", model, prompt, finish(engine, "after")[0])
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST_TOKEN, Pooling.MEAN])
+def test_an_embedding_that_is_not_finite_leaves_nothing_of_its_prompt_in_the_cache(pooling, checkpoint):
+    """Without this, the next one with the same beginning would fail as well, and the one after it."""
+    prompt = prompt_ids(50, seed=4)
+    engine = make_engine(checkpoint("llama"), blocks=40, max_batch_tokens=32)
+    runner: Any = engine._runner
+
+    def embed(name: str) -> tuple[list[Any], RequestDone]:
+        engine.add(
+            EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling))
+        )
+        outputs = []
+        while engine.has_work:
+            outputs.append(engine.step())
+        return [one for output in outputs for one in output.prompts], outputs[-1].done[0]
+
+    (first,), _ = embed("first")
+    block = engine._pool.match(hash_blocks(pack_tokens(prompt[:16]), 16, secret=b"test", salt=SALT))[0]
+    runner.kv_cache[block, 0] = math.nan
+    if pooling is Pooling.MEAN:  # takes no cached prefix: the block goes bad between its own chunks
+        engine._pool.invalidate([block])
+        engine.add(EngineRequest("bad", prompt, SamplingParams(max_tokens=1, pooling=pooling)))
+        engine.step()
+        runner.kv_cache[engine.block_ids("bad")[0], 0] = math.nan
+        assert failed(finish(engine, "bad")[1])
+    else:
+        assert failed(embed("bad")[1])
+    assert not engine._pool.chains()
+    (again,), done = embed("again")
+    assert done.error is None and again.vector == first.vector
+
+
+def test_log_probabilities_of_a_prompt_that_are_not_finite_leave_nothing_of_it_in_the_cache(checkpoint):
+    model, prompt = checkpoint("llama"), prompt_ids(50, seed=4)
+    engine = make_engine(model, blocks=40, max_batch_tokens=32)
+    engine.add(EngineRequest("bad", prompt, greedy(prompt_logprobs=True)))
+    engine.step()
+    assert engine._pool.chains()
+    runner: Any = engine._runner
+    runner.kv_cache[engine.block_ids("bad")[0], 0] = math.nan
+    assert failed(finish(engine, "bad")[1])
+    assert not engine._pool.chains()
     engine.add(EngineRequest("after", prompt, greedy()))
     assert_greedy("after a block that was no number", model, prompt, finish(engine, "after")[0])
 
