@@ -20,16 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cluster.addresses import interface_of, source_address
+from cluster.addresses import interface_of, source_address, split
 from cluster.errors import InternalError, SetupError
 from engine.parallel.plan_channel import LeaderChannel, RankChannel
 
 log = logging.getLogger(__name__)
-# An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
+# Once all have loaded, collectives have no time-out: a dead leader is noticed by its pipe to the rank
 # (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py).
-IDLE_SECONDS = 10 * 365 * 86400
+UNLIMITED_SECONDS = 10 * 365 * 86400
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
 CONNECT_SECONDS = 60.0  # of ranks that have all joined, to each other
+LOAD_SECONDS = 300.0  # that a rank waits for the others in an operation while they load, until `loaded`
 SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
 
@@ -119,14 +120,16 @@ class DistributedGroup:
         listener: socket.socket | None = None,
         join_seconds: float = JOIN_SECONDS,
         connect_seconds: float = CONNECT_SECONDS,
+        load_seconds: float = LOAD_SECONDS,
     ):
-        """`address` is host:port of the leader's store, `listener` the leader's socket that listens there.
+        """`address` is host:port of the leader's store, `listener` the leader's socket that listens there. An operation
+        that begins before `loaded` fails after `load_seconds`.
 
         Raises SetupError if not all ranks join, or connect to each other, in time.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the communicator is made on the current device
-        host = address.rpartition(":")[0]
+        host, _ = split(address)
         _restrict_interfaces(host)
         # A socket made by torch would listen on every interface.
         descriptor = listener.detach() if listener is not None else None
@@ -159,11 +162,15 @@ class DistributedGroup:
                     f"{connect_seconds:.0f} s: {reason}",
                     field="tensor_parallel",
                 ) from error
-        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=IDLE_SECONDS))
+        _limit_operations(load_seconds)
         self.rank = rank
         self.size = size
         self.arrivals = Arrivals()
         self._together = _Together(self.arrivals)
+
+    def loaded(self) -> None:
+        """This rank has loaded its share: no operation that it begins from here on has a time-out."""
+        _limit_operations(UNLIMITED_SECONDS)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._together:
@@ -194,14 +201,19 @@ class DistributedGroup:
         dist.destroy_process_group()
 
 
+def _limit_operations(seconds: float) -> None:
+    """Of the process group, those that begin from now on."""
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+
+
 def _join(rank: int, size: int, address: str, descriptor: int | None, seconds: float) -> dist.TCPStore:  # type: ignore[name-defined]
     """The store at `address`, once all ranks have joined it. Raises SetupError."""
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     try:
         # Made here: init_process_group would join without a time-out, as it has none for collectives.
         timeout = datetime.timedelta(seconds=seconds)
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), size, rank == 0, timeout=timeout, master_listen_fd=descriptor
+            host, port, size, rank == 0, timeout=timeout, master_listen_fd=descriptor
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]

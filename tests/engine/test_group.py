@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from cluster.errors import SetupError
 from cluster.sockets import listen_at
-from engine.parallel.group import DistributedGroup, _listening, listening_meanwhile
+from engine.parallel.group import DistributedGroup, LostRankError, _listening, listening_meanwhile
 from tests.harness.own_address import address_beside_loopback
 
 IDLE = 10.0  # seconds
+LOADING = 1.0  # seconds
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -94,6 +95,44 @@ def test_an_idle_leader_is_waited_for_longer_than_ranks_may_take_to_connect():
         assert rank.exitcode == 0
 
 
+def late_rank(rank: int, address: str, listener: socket.socket | None, has_loaded: bool, ended: Any) -> None:
+    """The other rank comes to their first operation after the time for which ranks that load wait for each other."""
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener, load_seconds=LOADING)
+    if has_loaded:
+        group.loaded()
+    if rank:
+        time.sleep(4 * LOADING)
+    try:
+        ended.put((rank, group.all_reduce(torch.ones(1)).item()))
+    except LostRankError as error:
+        ended.put((rank, str(error)))
+    ended.close()
+    ended.join_thread()
+    os._exit(0)  # without the group's end, which a lost one would not come to
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+def test_a_rank_that_freezes_while_all_load_ends_the_start_and_later_it_is_waited_for(has_loaded):
+    """The leader would wait in an operation of the load without end: nobody watches the ranks yet."""
+    address, listener = listen_at("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    ended = context.Queue()
+    ranks = [
+        context.Process(target=late_rank, args=(rank, address, None if rank else listener, has_loaded, ended))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    listener.close()
+    results = dict(ended.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+    if has_loaded:
+        assert results == {0: 2.0, 1: 2.0}
+    else:
+        assert "a rank of the group was lost" in results[0]
+
+
 def listening() -> list[Any]:
     """Host and port of each socket with which this process listens."""
     found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -138,6 +177,24 @@ def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(l
     store = int(address.rpartition(":")[2])
     assert [port == store for _, port in sorted(found[0], key=lambda one: one[1] != store)] == [True, False]
     assert len(found[1]) == 1 and found[1][0][1] != store
+
+
+def addressed_rank(rank: int, address: str, listener: socket.socket | None) -> None:
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
+    assert group.share(b"plan" if rank == 0 else None) == b"plan"
+    assert group.all_reduce(torch.ones(1)).item() == 2.0
+    group.close()
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ranks_meet_at_an_address_of_ipv6_with_brackets_and_without(host):
+    """As `advertise_host` may have them."""
+    address, listener = listen_at(host)
+    other = multiprocessing.get_context("spawn").Process(target=addressed_rank, args=(1, address, None))
+    other.start()
+    addressed_rank(0, address, listener)
+    other.join(60)
+    assert other.exitcode == 0
 
 
 def hold_group(rank: int, address: str, listener: socket.socket | None, ports: Any, tried: Any) -> None:

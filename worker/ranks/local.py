@@ -16,7 +16,7 @@ from cluster.process.memory import room_bytes
 from cluster.protocol import kv_format
 from engine import build, kv_conversion
 from engine.device_memory import DeviceMemory, HostMemory
-from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
+from engine.parallel.group import LOAD_SECONDS, DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
 from engine.speculation import load_draft
 from engine.warm_up import Tell, say
@@ -85,7 +85,8 @@ def load(
     tell: Tell = say,
 ) -> LoadedModel:
     """Load the rank's share of the model, on the leader the draft model first. `address` is the process group's. Raises
-    ModelError, ConfigError or SetupError."""
+    ModelError, ConfigError, SetupError, and LostRankError if another rank is lost meanwhile, or keeps this one waiting too
+    long."""
     device = build.rank_device(config.engine.device, rank)
     if device.type == "cuda":
         # The current card of this thread: else pinning or registering memory would open a context on the node's first.
@@ -100,6 +101,8 @@ def load(
     # On a CPU its pool is allocated, but in use only once it is written to.
     draft_bytes = draft.config.kv_memory_bytes if draft is not None and device.type == "cpu" else 0
     model = build.load_model(own, group, handoff_bytes=handoff_bytes, draft_bytes=draft_bytes, tell=tell)
+    if isinstance(group, DistributedGroup):
+        group.loaded()
     return model if draft is None else replace(model, draft=draft)
 
 
@@ -149,7 +152,11 @@ def _group(
     config: WorkerConfig, rank: int, address: str, device: torch.device, listener: socket.socket | None
 ) -> TpGroup:
     size = config.engine.tensor_parallel
-    return NullGroup() if size == 1 else DistributedGroup(rank, size, address, device, listener)
+    if size == 1:
+        return NullGroup()
+    # Ranks wait for the one that compiles longest: its attention kernels, all others, and the leader the draft model's.
+    seconds = LOAD_SECONDS + 3 * config.engine.warm_up_seconds
+    return DistributedGroup(rank, size, address, device, listener, load_seconds=seconds)
 
 
 def open_rank(
