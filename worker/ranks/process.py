@@ -12,6 +12,7 @@ worker/ranks/rank_main.py is the other end.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import multiprocessing
@@ -146,6 +147,14 @@ class StartingRank:
         ready.listen()
         return ready
 
+    def failure(self, seconds: float) -> str:
+        """Why the rank could not start, if it says so within `seconds`; else ""."""
+        try:
+            first = self._first_message(seconds)
+        except SetupError:  # it says nothing
+            return ""
+        return first.reason if isinstance(first, p.Failed) else ""
+
     def _first_message(self, seconds: float) -> p.FromRankProcess:
         """On a thread: a frozen rank, or a network, may deliver a part of it only."""
         received: queue.SimpleQueue[p.FromRankProcess | Exception] = queue.SimpleQueue()
@@ -174,6 +183,8 @@ def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> Start
         target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
     )
     process.start()
+    # Where the leader leaves without ending it: the interpreter would send SIGTERM, which ranks ignore, and wait for them.
+    atexit.register(process.kill)
     theirs.close()
     return StartingRank(rank, p.RankPipe(connection), SpawnedProcess(process))
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: in
     except Exception as error:
         pipe.send(p.Failed(f"{type(error).__name__}: {error}"))
         os._exit(1)
+    _leave_signals_to_leader()
     report_raised = serve_pipe(pipe, endpoint, p.RankHello(endpoint.hello, addresses), runner.arrivals)
     try:
         runner.serve()
@@ -49,6 +52,15 @@ def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: in
         if isinstance(error, Exception) and not isinstance(error, BatonError):
             report_raised(error)
         os._exit(1)
+
+
+def _leave_signals_to_leader() -> None:
+    """A terminal sends SIGINT, and a service manager SIGTERM, to the leader and to the ranks on its node. The leader
+    drains, and ends its ranks then."""
+    if parent_process() is None:  # it is a process of Ray's
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def serve_pipe(

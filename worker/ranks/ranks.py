@@ -8,26 +8,37 @@ leader process                         rank process (one per further rank, perha
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.addresses import advertised
 from cluster.config.worker import WorkerConfig
-from cluster.errors import ConfigError, InternalError, SetupError
+from cluster.errors import ConfigError, InternalError, ModelError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from cluster.sockets import listen_at
-from engine.runner import ModelRunner
+from engine.parallel.group import LostRankError
+from engine.runner import LoadedModel, ModelRunner
 from engine.warm_up import Tell, say
 from kv_transfer.ranks import Rank
 from worker.ranks import local
-from worker.ranks.process import END_SECONDS, START_SECONDS, RankReports, RemoteRank, spawn_rank
+from worker.ranks.process import (
+    END_SECONDS,
+    START_SECONDS,
+    RankReports,
+    RemoteRank,
+    StartingRank,
+    spawn_rank,
+)
 from worker.ranks.rank_main import rank_main
 from worker.ranks.watch import RankWatch
 
 STOP_SECONDS = 2.0  # limit of the group's last operation
+REASON_SECONDS = 2.0  # after the load has failed, for the rank that ended it to say why
+LEAST_SECONDS = 0.1  # for each rank, where others say nothing
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
 
         placed, ray_head = place_ranks(config, epoch, address, range(here, size))
         starting += placed
-    model = local.load(config, 0, address, listener, tell)
+    model = _load_leader(config, address, listener, tell, starting)
     deadline = time.monotonic() + START_SECONDS  # of all: they load at the same time
     remote = [rank.wait_ready(reports, deadline) for rank in starting]
     runner, own, addresses = local.open_rank(config, epoch, 0, model)
@@ -116,3 +127,33 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
         model.draft,
         ray_head,
     )
+
+
+def _load_leader(
+    config: WorkerConfig,
+    address: str,
+    listener: socket.socket | None,
+    tell: Tell,
+    starting: Sequence[StartingRank],
+) -> LoadedModel:
+    """The leader's share. Raises as `open_ranks`; if a rank ends meanwhile, with the rank's reason."""
+    try:
+        return local.load(config, 0, address, listener, tell)
+    except (ConfigError, ModelError):  # the leader's own
+        raise
+    except SetupError as error:  # one has not joined
+        if reason := _why_ended(starting):
+            raise SetupError(reason) from error
+        raise
+    except LostRankError as error:
+        raise SetupError(_why_ended(starting) or f"the ranks have not loaded the model: {error}") from error
+
+
+def _why_ended(starting: Sequence[StartingRank]) -> str:
+    """What the rank says that has ended the load; "" if none does. The others report the loss of a rank, too."""
+    until = time.monotonic() + REASON_SECONDS
+    for rank in starting:
+        reason = rank.failure(max(LEAST_SECONDS, until - time.monotonic()))
+        if reason and not reason.startswith(LostRankError.__name__):
+            return f"rank {rank.rank} could not start: {reason}"
+    return ""
