@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from engine.plan import PlanItem, StepPlan
 
 Ints = NDArray[np.int32]
-_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4, 3)  # numbers in one entry of each array, in order
-_SIZES = struct.Struct(f"<{len(_WIDTHS)}i")
+WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4, 3)  # numbers in one entry of each array, in order
+_SIZES = struct.Struct(f"<{len(WIDTHS)}i")
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -111,7 +111,7 @@ class StepDelta(NamedTuple):
         total = sum(sizes)
         numbers = np.frombuffer(content, np.int32, total, _SIZES.size)
         at, fields = 0, list[Any]()
-        for size, width in zip(sizes, _WIDTHS, strict=True):
+        for size, width in zip(sizes, WIDTHS, strict=True):
             array = numbers[at : at + size]
             fields.append(array if width == 1 else array.reshape(-1, width))
             at += size

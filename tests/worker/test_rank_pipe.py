@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import step_delta
 from wire import handoff_pb2
 from worker.ranks import pipe
 from worker.ranks.pipe import Beat, RankPipe
@@ -119,3 +120,10 @@ def test_a_message_too_long_is_an_error_of_the_pipe(monkeypatch: pytest.MonkeyPa
     theirs.send(pipe.Failed("x" * 17))
     with pytest.raises(OSError):
         ours.recv()
+
+
+def test_ranks_whose_plans_have_another_form_are_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are arrays without names: a rank that reads them otherwise would compute something else, not fail."""
+    assert pipe._digest() == pipe.KINDS_DIGEST
+    monkeypatch.setattr(step_delta, "WIDTHS", (*step_delta.WIDTHS[:-1], 4))
+    assert pipe._digest() != pipe.KINDS_DIGEST

@@ -16,6 +16,9 @@ import msgspec
 from google.protobuf.message import DecodeError, Message
 from msgspec import inspect as inspect_types
 
+from cluster.protocol.pooling import Pooling
+from engine import step_delta
+from engine.lora.message import AdapterMessage, Order, State
 from kv_transfer import messages
 from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
 
@@ -33,7 +36,8 @@ class RankHello:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message of a rank. `kinds` is the rank's KINDS_DIGEST: other kinds would be decoded as wrong messages."""
+    """The first message of a rank. `kinds` is the rank's KINDS_DIGEST: other kinds, and other plans, would be decoded as
+    wrong messages."""
 
     kinds: bytes
     hello: RankHello
@@ -91,8 +95,11 @@ def _decoder(kind: type) -> Callable[[memoryview], Any]:
 
 
 def _digest() -> bytes:
-    """Names, order and fields of every kind, those of nested classes included."""
-    described = [[kind.__name__, _described(kind)] for kind in _KINDS]
+    """Names, order and fields of every kind, those of nested classes included; and the form of plans, which take the other
+    way: arrays without names, of which a rank of another version would compute something else."""
+    described: list[Any] = [[kind.__name__, _described(kind)] for kind in _KINDS]
+    described += [step_delta.StepDelta._fields, step_delta.WIDTHS, [*Pooling]]
+    described += [AdapterMessage._fields, [*Order], [*State]]
     return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
 
 
