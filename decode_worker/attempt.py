@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import BatonError
 from cluster.state_machine import StateMachine
-from engine.request import PromptChunk
+from engine.request import PromptChunk, RequestDone
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 
@@ -97,6 +97,14 @@ class DecodeAttempt:
     def first_token_seconds(self) -> float:
         """From the arrival of the request to this engine's first token; 0 before it."""
         return self.first_token - self.received if self.first_token is not None else 0.0
+
+    def left_engine(self, done: RequestDone | None) -> None:
+        """Report what the engine did for the prompt; None: it did not have the request."""
+        if self.local_prefill and done is not None:
+            self.report.cached_tokens = done.cached_tokens
+            self.report.computed_prompt_tokens = done.computed_prompt_tokens
+            self.report.prompt_compute_seconds = done.prompt_compute_seconds
+            self.chunks = done.chunks
 
     def finish_report(self) -> common_pb2.WorkReport:
         """Fill in the seconds in queue and in the engine; of a local prefill, those to the first token are prefill."""

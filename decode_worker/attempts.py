@@ -161,11 +161,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
         self._at_done(done.request_id)
-        if attempt.local_prefill:
-            attempt.report.cached_tokens = done.cached_tokens
-            attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
-            attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
-            attempt.chunks = done.chunks
+        attempt.left_engine(done)
         outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
         if done.error is not None:
             outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED

@@ -171,7 +171,7 @@ class DecodeRole:
         state = await self.abort(attempt.transfer_id)
         if state is HandoffState.COMMITTED:
             engine_id = attempt.engine_id
-            await self._parts.host.call(lambda engine: engine.abort(engine_id))
+            attempt.left_engine(await self._parts.host.call(lambda engine: engine.abort(engine_id)))
             error = CancelledError("cancelled")
             self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_CANCELLED, error)
 
@@ -210,7 +210,7 @@ class DecodeRole:
             await self.abort(attempt.transfer_id, error)
         if attempt.machine.state is DecodeState.DECODING:  # perhaps only since then
             engine_id = attempt.engine_id
-            await self._parts.host.call(lambda engine: engine.abort(engine_id))
+            attempt.left_engine(await self._parts.host.call(lambda engine: engine.abort(engine_id)))
             self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
     # --- calls of the worker -----------------------------------------------------------------------------

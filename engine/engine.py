@@ -33,7 +33,15 @@ from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.prompt_scores import Scores
-from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
+from engine.request import (
+    ChainReport,
+    EngineRequest,
+    EngineReservation,
+    EngineStats,
+    RequestDone,
+    StepOutput,
+    TokenOutput,
+)
 from engine.sampling.grammar.registry import backend_for
 from engine.sampling.grammar.store import Grammars
 from engine.sampling.registry import sampler_for
@@ -162,13 +170,16 @@ class Engine:
             what = f"{length} tokens do not fit a context of {limit}"
             raise ContextLengthError(what, field="prompt", limit=limit)
 
-    def abort(self, request_id: str, verified_tokens: int = 0) -> bool:
-        """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
-        is no such request."""
-        found = self._scheduler.remove(request_id, verified_tokens)
-        if found and self._flight is not None:
+    def abort(self, request_id: str, verified_tokens: int = 0) -> RequestDone | None:
+        """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. Returns what
+        was cached and computed of its prompt; None if there is no such request."""
+        choices = self._scheduler.requests.get(request_id)
+        if choices is None:
+            return None
+        self._scheduler.remove(request_id, verified_tokens)
+        if self._flight is not None:
             self._flight.hold_left(self._pool, self._runner.page_size)  # until the next call of `step`
-        return found
+        return request_done(choices)
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""

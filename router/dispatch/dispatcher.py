@@ -24,6 +24,7 @@ from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.exclusions import ended_by
 from router.dispatch.prompt_stream import prompt_stream_of
 from router.dispatch.quota_lease import quota_lease
+from router.dispatch.reports import AwaitedReports
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import Retry, RetryPolicy
@@ -236,6 +237,7 @@ class RequestDispatcher:
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises Retry, or the error that ends the request."""
         self.stats.attempts += 1
+        reports = AwaitedReports(attempt, self._services.clean_up)
         try:
             self._services.faults.placed(attempt.transfer_id)
             attempt.start()
@@ -248,7 +250,7 @@ class RequestDispatcher:
                         raise Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
-                if all(choice.finish is not None for choice in choices) and self._all_reported(attempt):
+                if all(choice.finish is not None for choice in choices) and reports.are_here():
                     return
         except Retry as retry:
             traces.failed(attempt.span, retry.reason)
@@ -261,11 +263,6 @@ class RequestDispatcher:
             self._services.placement.release(attempt.transfer_id)
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())
-
-    def _all_reported(self, attempt: Attempt) -> bool:
-        """Whether every worker has ended or is lost. An answer that a stop string cut does not wait for the reports."""
-        waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished | attempt.failed or any(one.stopped for one in attempt.choices)
 
     def _take(self, token: Token, attempt: Attempt) -> bool:
         """Forward one token; False if it is not wanted. Called by the link: the request's task is woken only where an

@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from decode_worker import attempt as decode_attempt
 from decode_worker.attempt import DecodeState
+from engine.request import RequestDone
 from kv_transfer.contract import HandoffState
 from kv_transfer.decode_side import incoming
 from kv_transfer.decode_side.ring import SlotState
@@ -75,7 +76,7 @@ class DecodeMachine(PeerRules):
         """Only tokens that have landed in every layer enter the prefix cache."""
         abort = self.world.core.engine.abort
 
-        def checked(engine_id: str, verified_tokens: int = 0) -> bool:
+        def checked(engine_id: str, verified_tokens: int = 0) -> RequestDone | None:
             if verified_tokens and engine_id in self.world.core.engine._scheduler.requests:
                 transfer_id = bytes.fromhex(engine_id)
                 whole = self.landed.whole_tokens(transfer_id)

@@ -11,7 +11,7 @@ import pytest
 from engine.engine import Engine
 from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
-from tests.decode_worker.local_prompts import Local
+from tests.decode_worker.local_prompts import PROMPT, Local
 from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
 from tests.harness.waiting import until
 from wire import common_pb2
@@ -86,4 +86,22 @@ async def test_running_requests_are_returned_between_two_steps():
     await local.settle()
     ends = [(end.outcome, end.error.code) for end in local.outcomes.values()]
     assert ends == [(common_pb2.ATTEMPT_OUTCOME_PREEMPTED, "DrainingError")] * 4
+    local.check_nothing_is_left()
+
+
+async def test_a_cancelled_local_prefill_reports_its_prompt():
+    """Its router cancels it once it has met a stop string, and shows its usage."""
+    local = Local()
+    first, second = local.ask("first", new=40), local.ask("second", new=40)
+    while len(local.first) < 2:
+        await local.step()
+    attempts = [local.role.attempts.get(transfer_id) for transfer_id in (first, second)]
+    assert await local.role.cancel_by_router(first)
+    await local.role.return_all()
+    reports = []
+    for attempt in attempts:
+        assert attempt is not None and attempt.log.end_event is not None
+        reports.append(attempt.log.end_event.report)
+    assert [report.computed_prompt_tokens + report.cached_tokens for report in reports] == [PROMPT] * 2
+    assert all(report.prompt_compute_seconds > 0 for report in reports)
     local.check_nothing_is_left()

@@ -51,6 +51,7 @@ class Handle:
 
     __slots__ = (
         "cancelling",
+        "end_is_sent",
         "incarnation",
         "log",
         "machine",
@@ -74,6 +75,7 @@ class Handle:
         self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
         self.timer: asyncio.TimerHandle | None = None  # while its router has no link
         self.cancelling = False
+        self.end_is_sent = False  # on the link that it has now, or had when it was forgotten
         self.named_by = 0  # serial of the last link whose list has named it
 
     def _changed(self) -> None:
@@ -85,6 +87,8 @@ class Handle:
         """`session`: the link that sends its tokens from now on, if it is open."""
         if self.machine.state is not state:
             self.machine.to(state)
+        if state is not HandleState.FORGOTTEN:
+            self.end_is_sent = state is HandleState.ENDED
         self.session = session
 
     def stop_timer(self) -> None:

@@ -29,7 +29,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._due: dict[int, Handle] = {}  # with something to send, in turn
         self._states: dict[int, link_pb2.HandleState] = {}
-        self._cancelled: dict[int, None] = {}
+        self._cancelled: dict[int, common_pb2.AttemptEnd | None] = {}  # and the ends that were not sent
         self._beat: int | None = None
         self._notices: deque[link_pb2.LinkNotice.ValueType] = deque()
 
@@ -46,8 +46,9 @@ class Outgoing:
     def state(self, state: link_pb2.HandleState) -> None:
         self._states[state.handle] = state
 
-    def cancelled(self, number: int) -> None:
-        self._cancelled[number] = None
+    def cancelled(self, number: int, end: common_pb2.AttemptEnd | None) -> None:
+        """`end`: of an attempt that was cancelled, where that was not sent. It is the answer then, and has the report."""
+        self._cancelled[number] = end
 
     @property
     def full(self) -> bool:
@@ -58,9 +59,10 @@ class Outgoing:
         self._due.pop(number, None)
 
     def drop_all(self) -> None:
-        """Drop tokens and answers about handles: another link sends them now."""
+        """Drop tokens, ends and answers about handles: another link sends them now."""
         self._due.clear()
         self._states.clear()
+        self._cancelled = dict.fromkeys(self._cancelled)
 
     @property
     def empty(self) -> bool:
@@ -84,9 +86,14 @@ class Outgoing:
             del self._states[number]
             left -= size
         while self._cancelled and left > ENTRY_BYTES:
-            frame.cancelled.append(number := next(iter(self._cancelled)))
-            del self._cancelled[number]
-            left -= CANCELLED_BYTES
+            number = next(iter(self._cancelled))
+            end = self._cancelled.pop(number)
+            if end is not None and (size := end.ByteSize() + ENTRY_BYTES) <= left:
+                frame.ends.append(link_pb2.HandleEnd(handle=number, end=end))
+                left -= size
+            else:
+                frame.cancelled.append(number)
+                left -= CANCELLED_BYTES
         ended = self._tokens(frame, left)
         return frame, ended
 

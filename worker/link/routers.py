@@ -13,7 +13,7 @@ from cluster.background_tasks import BackgroundTasks
 from cluster.errors import InvalidRequestError, StaleTransferError
 from cluster.protocol.link import SHARED_WINDOW_VERSION
 from cluster.protocol.times import DETACH_SECONDS
-from wire import link_pb2
+from wire import common_pb2, link_pb2
 from worker.link.handle import Handle, HandleState, Key
 from worker.link.handle_numbers import HandleNumbers
 
@@ -39,7 +39,7 @@ class Session(Protocol):
 
     def answer(self, state: link_pb2.HandleState) -> None: ...
 
-    def cancelled(self, number: int) -> None: ...
+    def cancelled(self, number: int, end: common_pb2.AttemptEnd | None = None) -> None: ...
 
     def moved(self) -> None: ...
 
@@ -245,7 +245,7 @@ class Routers:
         try:
             await self._cancel(handle.transfer_id)
         finally:
-            session.cancelled(handle.number)
+            session.cancelled(handle.number, None if handle.end_is_sent else handle.log.end_event)
 
     def close_handle(self, session: Session, number: int) -> None:
         """The router has read the end. Close for an attempt that has not ended is a cancel."""

@@ -17,7 +17,7 @@ from cluster.errors import InvalidRequestError
 from cluster.link.framing import MAX_FRAME_BYTES, FrameReader, to_frame
 from cluster.protocol.link import FRAME_ENTRIES, MIN_ATTACH_BYTES, common_version
 from cluster.state_machine import StateMachine
-from wire import link_pb2
+from wire import common_pb2, link_pb2
 from worker.link.handle import Handle
 from worker.link.outgoing import Outgoing
 from worker.link.routers import Routers
@@ -206,9 +206,10 @@ class Session:
         self._outgoing.state(state)
         self._transport.schedule()
 
-    def cancelled(self, number: int) -> None:
+    def cancelled(self, number: int, end: common_pb2.AttemptEnd | None = None) -> None:
+        """Answer a cancel, by the attempt's `end` where that was not sent. Behind a newer link no end is read."""
         if self.state is not State.ENDED:
-            self._outgoing.cancelled(number)
+            self._outgoing.cancelled(number, end if self.state is State.UP else None)
             self._transport.schedule()
 
     def moved(self) -> None:

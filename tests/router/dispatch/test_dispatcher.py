@@ -117,6 +117,33 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
     assert world.attempts[0].closed, "its workers are told"
 
 
+async def test_an_answer_that_a_stop_string_ends_waits_for_the_report_of_the_prompt(text, monkeypatch):
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
+
+    async def close(made: Scripted) -> None:
+        """The decode worker does not answer its cancel."""
+        made.closed = True
+        reported = end("CANCELLED")
+        reported.report.CopyFrom(common_pb2.WorkReport(cached_tokens=4, computed_prompt_tokens=1))
+        made.ends(P, reported)
+
+    monkeypatch.setattr(Scripted, "close", close)
+    prompt = list(range(3, 3 + PROMPT))
+    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
+    completion = Completion(
+        "r", "m", prompt, common_pb2.SamplingParams(max_tokens=NEW), stop=(stop,), deadline_seconds=60.0
+    )
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        while await deltas.take():
+            pass
+    assert running.complete and running.outcome.usage.cached_tokens == 4
+
+
 async def test_an_answer_that_no_stop_string_ends_waits_for_its_workers(text, monkeypatch):
     """The usage of a request with stop strings could say that nothing was cached: the reports were not waited for."""
     world = World(text, [])

@@ -142,3 +142,50 @@ async def test_what_a_frame_has_no_room_for_is_due_at_once(worker):
         link.session.flush()
         flushed += 1
     assert flushed >= 3 and rows(link.read())[-1] == (1, 0, 0) and log.choices[0].sent == 1
+
+
+async def test_a_cancel_is_answered_by_the_end_with_its_report(worker):
+    """Its router learns how much of the prompt was cached."""
+    log = worker.open(1)
+    link = up(worker, 1)
+    link.read()
+    worker.free.clear()
+    log.add(0, 0, 7)
+    link.send(cancel=[1])
+    end = done()
+    end.report.cached_tokens = 32
+    log.end(end)
+    worker.free.set()
+    await until(lambda: not worker.handles, "it is forgotten")
+    answers = link.read()
+    assert [(one.handle, one.end) for frame in answers for one in frame.ends] == [(1, end)]
+    assert not [number for frame in answers for number in frame.cancelled]
+
+
+async def test_an_end_that_was_sent_is_not_sent_again_as_the_answer_to_a_cancel(worker):
+    log = worker.open(1)
+    link = up(worker, 1)
+    log.end(done())
+    assert [one.handle for frame in link.read() for one in frame.ends] == [1]
+    link.send(cancel=[1])
+    await until(lambda: not worker.handles, "it is forgotten")
+    answers = link.read()
+    assert [number for frame in answers for number in frame.cancelled] == [1]
+    assert not [one for frame in answers for one in frame.ends]
+
+
+@pytest.mark.parametrize("moves_first", [False, True])
+async def test_an_older_link_answers_a_cancel_without_the_end(worker, moves_first):
+    """Its router reads no ends there."""
+    log = worker.open(1)
+    older = up(worker, 1)
+    if moves_first:
+        up(worker, 1, serial=2)
+    log.end(done())
+    older.send(cancel=[1])
+    await until(lambda: not worker.handles, "it is forgotten")
+    if not moves_first:
+        up(worker, serial=2)
+    answers = older.read()
+    assert [number for frame in answers for number in frame.cancelled] == [1]
+    assert not [one for frame in answers for one in frame.ends]
