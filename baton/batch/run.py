@@ -71,7 +71,7 @@ def _opened(source: Path, target: Path) -> Iterator[BinaryIO]:
     if target.exists() and not (target.is_file() or target.is_dir()):
         # Of a device nothing can be read, so that the next run would send everything again.
         raise ConfigError(
-            f"{target} is no regular file: the next run reads what was answered", field="output"
+            f"{target} is not a regular file: the next run reads what was answered", field="output"
         )
     if source.exists() and not (source.is_file() or source.is_dir()):
         # A pipe would be empty the second time, and nothing of it would be sent.

@@ -156,7 +156,7 @@ async def ended(watching: Any) -> None:
 async def test_a_worker_that_has_failed_cuts_streams_off_before_it_closes_anything(worker, monkeypatch):
     one, _ = worker
     go_on = asyncio.Event()
-    monkeypatch.setattr(one._leaving, "_try_to_drain", go_on.wait)
+    monkeypatch.setattr(one._shutdown, "_try_to_drain", go_on.wait)
     async with grpc.aio.insecure_channel(one.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watching = stub.Watch(health_pb2.HealthCheckRequest(service=""))

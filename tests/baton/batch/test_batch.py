@@ -200,7 +200,7 @@ def test_a_pipe_is_refused_as_its_requests_can_be_read_once(stub: Stub, tmp_path
     os.write(writing, json.dumps(line("a")).encode() + b"\n")
     os.close(writing)
     try:
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             run_batch(Path(f"/dev/fd/{reading}"), tmp_path / "out", Sending([stub.url]))
     finally:
         os.close(reading)
@@ -210,7 +210,7 @@ def test_a_pipe_is_refused_as_its_requests_can_be_read_once(stub: Stub, tmp_path
 def test_an_output_of_which_nothing_can_be_read_is_refused(stub: Stub, tmp_path: Path) -> None:
     """It was opened, and the run ended with a traceback."""
     source = write(tmp_path / "in", line("a"))
-    with pytest.raises(ConfigError, match="no regular file") as refused:
+    with pytest.raises(ConfigError, match="not a regular file") as refused:
         run_batch(source, Path("/dev/null"), Sending([stub.url]))
     assert refused.value.field == "output" and not stub.seen
 

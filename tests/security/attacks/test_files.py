@@ -123,7 +123,7 @@ def test_a_part_of_another_user_is_not_continued(
 
 def test_a_pipe_for_a_lock_is_refused_at_once(hub: SmallHub, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(ConfigError, match="no regular file") as caught:
+    with pytest.raises(ConfigError, match="not a regular file") as caught:
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
     assert caught.value.field == "out"
 

@@ -200,6 +200,8 @@ def _models(keys: bool) -> dict[str, Any]:
     name = {"name": "model", "in": "path", "required": True, "schema": text(minLength=1)}
     listed = _get("models", "The served models", every, keys) | {"parameters": [_VERSION]}
     shown = _get("model", "A model by name", one, keys, 404) | {"parameters": [name, _VERSION]}
+    for made in (listed, shown):
+        _errors_of_both(made["responses"])
     return {"/v1/models": {"get": listed}, "/v1/models/{model}": {"get": shown}}
 
 
@@ -258,12 +260,18 @@ def _of_messages(made: dict[str, Any]) -> dict[str, Any]:
     """With errors as Anthropic has them; a request that is not valid HTTP gets OpenAI's."""
     answers = made["responses"]
     answers["529"] = answers.pop("503")
-    for status, answer in answers.items():
+    for answer in answers.values():
         answer.setdefault("headers", {})["request-id"] = {"schema": text()}
+    _errors_of_both(answers)
+    return made
+
+
+def _errors_of_both(answers: dict[str, Any]) -> None:
+    """Errors in Anthropic's form or in OpenAI's."""
+    for status, answer in answers.items():
         if status != "200":
             errors = either(ref("MessageError"), ref("Error"))
             answer["content"] = {"application/json": {"schema": errors}}
-    return made
 
 
 def _streaming(name: str, schema: str, keys: bool) -> dict[str, Any]:
