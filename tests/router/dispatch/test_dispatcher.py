@@ -144,6 +144,27 @@ async def test_an_answer_that_a_stop_string_ends_waits_for_the_report_of_the_pro
     assert running.complete and running.outcome.usage.cached_tokens == 4
 
 
+async def test_an_answer_that_is_whole_at_its_deadline_has_not_failed(text, monkeypatch):
+    """It waits for reports alone then: a client that had all of it got an error behind it."""
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    monkeypatch.setattr("router.dispatch.reports.REPORT_SECONDS", 60.0)
+    monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
+    prompt = list(range(3, 3 + PROMPT))
+    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
+    sampling = common_pb2.SamplingParams(max_tokens=NEW)
+    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=0.2)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        while await deltas.take():
+            pass
+    assert running.complete and not running.failure
+    await world.services.finish(5.0)
+    assert world.attempts[0].closed and world.released == [world.attempts[0].transfer_id]
+
+
 async def test_an_answer_that_no_stop_string_ends_waits_for_its_workers(text, monkeypatch):
     """The usage of a request with stop strings could say that nothing was cached: the reports were not waited for."""
     world = World(text, [])
