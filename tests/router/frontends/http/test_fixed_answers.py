@@ -76,7 +76,7 @@ async def test_who_is_refused_by_the_key_has_its_id_too() -> None:
     text = ModelText(DEMO)
     gateway = StubGateway(text, {})
     gateway.keys = SimpleNamespace(on=True, check=check)  # type: ignore[assignment]
-    gateway.metrics = SimpleNamespace(refused=lambda: None)  # type: ignore[attr-defined]
+    gateway.metrics = SimpleNamespace(refused=lambda: None)  # type: ignore[assignment]
     async with served(gateway) as url, httpx.AsyncClient(base_url=url) as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
             refused = await client.post(path, json=BODY, headers={"x-request-id": "mine"})
