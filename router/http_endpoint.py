@@ -119,9 +119,9 @@ def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
             response = await gate.refusal(exchange.scope) or await generation(exchange)
         except Exception as error:
             response = failure_response(error, exchange.url.path)
-            if shown := id_of_failed(exchange):
-                response.headers["x-request-id"] = shown
         if response is not None:
+            if "x-request-id" not in response.headers and (shown := id_of_failed(exchange)):
+                response.headers["x-request-id"] = shown
             await exchange.send(response)
 
     return answer

@@ -55,13 +55,15 @@ local function mark(prefix, key, slots, held, kind, until_ms, known)
     local says = true
     if kind == 'predicted' or kind == 'unreported' then
       -- A prediction does not change what is confirmed, and more than that is not noted beside it.
-      says = (kind == 'unreported' or c < held) and (u == 0 or held >= p)
+      says = (kind == 'unreported' or c < held) and (u == 0 or held >= p or u <= now_ms())
       if says then p, u = held, until_ms end
     elseif kind == 'whole' then
       if held > c then c = held end
     else
-      -- A worker's report ends a prediction of more.
-      c, p, u = held, 0, 0
+      -- A worker's report ends a prediction of more, and leaves one of as much: where reports do not count, nothing else says that the
+      -- worker holds what lies before the cut.
+      c, p = held, math.min(p, held)
+      if p == 0 then u = 0 end
     end
     if not says then
       -- nothing to write

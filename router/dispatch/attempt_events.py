@@ -37,6 +37,13 @@ class Ended:
             return errors.from_wire(self.end.error)
         return errors.PeerLostError(f"the {self.source.value} worker aborted the attempt")
 
+    @property
+    def had_no_room(self) -> bool:
+        """Whether the decode worker had no room: it refused the request, or took its reservation back."""
+        if self.end is None or self.end.outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
+            return self.end is not None
+        return self.source is Source.DECODE and isinstance(self.reason, errors.BlocksExhaustedError)
+
 
 @dataclass(frozen=True)
 class Broken:

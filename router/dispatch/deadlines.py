@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from cluster.config.router import RouterConfig
+from cluster.errors import DeadlineError
 from cluster.protocol.priority import class_of
 from router.request.completion import Completion
 
@@ -35,6 +36,10 @@ class RequestDeadlines:
         that the refusal and its reason still reach the client."""
         longest = max(self._config.admission_seconds, self.target_seconds)
         return min(longest, OF_DEADLINE * self._seconds)
+
+    def missed(self) -> DeadlineError:
+        """The error of a request that is not finished in time."""
+        return DeadlineError(f"not finished within {self._seconds:.1f} s", field="deadline")
 
     def worker_seconds(self, deadline: float) -> float:
         """How long it may queue at a worker. A late attempt gets a second of its own, but no longer than leaves time to

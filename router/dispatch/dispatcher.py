@@ -148,18 +148,20 @@ class RequestDispatcher:
                     self.on_charged()
                 await self._choices[0].read_resumed()  # a resumed request has one choice
                 await self._run_choices(self._choices)
-        except TimeoutError:
-            seconds = self._completion.deadline_seconds
-            self._fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
+        except TimeoutError:  # of an answer that is whole, reports of its workers are all that is missing
+            self._end(None if self.complete and not self._lacks_prompt else self._deadlines.missed())
         except Exception as error:  # the reader of the queue deals with it
-            self._fail(error)
+            self._end(error)
         else:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if error is None:
             self._services.faults.done(self._completion.request_id)
             self._deltas.end()
-
-    def _fail(self, error: Exception) -> None:
-        self.failure = type(error).__name__
-        self._deltas.fail(error)
+        else:
+            self.failure = type(error).__name__
+            self._deltas.fail(error)
 
     def _use(self) -> Use | None:
         """What the quota is charged; None: no worker has begun work for the request."""
@@ -341,7 +343,7 @@ class RequestDispatcher:
             worker = attempt.placed.decode if refused else attempt.worker_of(event.source)
             self._placer.excluded[worker.worker_id] = Reason.ADAPTER
             raise Retry(reason)
-        if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
+        if event.had_no_room:
             self._placer.refused_by(attempt.placed.decode.worker_id)
             raise Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:

@@ -16,7 +16,7 @@ REPORT_SECONDS = 0.3  # for the reports of an answer that a stop string ended
 
 class AwaitedReports:
     """Those of one attempt. Workers do not look for stop strings: an answer that one ended is cancelled, and waits for the
-    report with the prompt's cached tokens alone, no longer than REPORT_SECONDS."""
+    report with the prompt's cached tokens alone, until its workers have answered, no longer than REPORT_SECONDS."""
 
     def __init__(self, attempt: Attempt, clean_up: Callable[[Coroutine[Any, Any, None]], None]):
         self._attempt = attempt
@@ -35,9 +35,13 @@ class AwaitedReports:
             return True
         if not self._is_cancelled:
             self._is_cancelled = True
-            self._clean_up(attempt.close())
+            self._clean_up(self._cancel())
             asyncio.get_running_loop().call_later(REPORT_SECONDS, self._late)
         return False
+
+    async def _cancel(self) -> None:
+        await self._attempt.close()
+        self._late()  # behind its answer a worker sends nothing; one of an earlier version answers without the report
 
     def _late(self) -> None:
         self._is_late = True

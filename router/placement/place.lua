@@ -13,7 +13,7 @@
 --       cached), alone (1: the attempt ends at a prefill worker, without a hand-off), bandwidths (bytes per second of pairs that
 --       share a clique, a host, a rack, a zone, nothing)
 --   5   mode of local prefill (at the decode worker): never | fallback | auto | always
---   6   feeds of the index
+--   6   feeds of the index: hybrid | reported | predicted, or kept: as predicted, and nothing is recorded
 --   7   priority class: high | normal | batch
 --   8   transfer id
 --   9   packed charge that a former call for the same placement has made, and this one replaces; '': none

@@ -113,8 +113,11 @@ def parts(*names: str) -> str:
 
 
 def feeds(config: RouterConfig, memory: RedisMemory) -> str:
-    """The feeds of the index: without predictions while its Redis is nearly full."""
-    return "reported" if memory.pressed else config.index_feeds
+    """The feeds of the index: without new predictions while its Redis is nearly full. Where reports do not count, those
+    that were made before are `kept`."""
+    if not memory.pressed:
+        return config.index_feeds
+    return "kept" if config.index_feeds == "predicted" else "reported"
 
 
 def ttl_ms(memory: RedisMemory) -> int:

@@ -136,7 +136,8 @@ class PrefixIndex:
     def record(self, request: PlacementRequest, placed: Placed) -> None:
         """Expect the prompt's blocks at the workers of the placement. Not awaited; what is lost costs cached tokens."""
         memory = self.watch.memory
-        if not request.chain or not self.up or feeds(self._config, memory) == "reported":
+        fed = feeds(self._config, memory)
+        if not request.chain or not self.up or fed in ("reported", "kept"):
             return
         prefill = placed.prefill
         if prefill is None:
@@ -147,7 +148,7 @@ class PrefixIndex:
             scripts.prefix(self._config.namespace, placed.decode.model_id),
             request.chain,
             _PAIR.pack(predict_ms(self._config, memory), ttl_ms(memory)),
-            feeds(self._config, memory),
+            fed,
             b"0" if self._rng.random() < TENDED else b"1",
             *(str(one.slot) for one in workers),
         ]

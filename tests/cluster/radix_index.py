@@ -12,7 +12,7 @@ from cluster.redis.connect import connect
 PAGE = 2
 SALT = make_salt("m")
 _PROBE = """
-local nodes = walk(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0, tonumber(ARGV[3]))
+local nodes = walk(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0, tonumber(ARGV[3]), ARGV[4] == "1")
 local slots, out = {}, {}
 for slot = 1, 99 do slots[slot] = slot end
 for slot, blocks in pairs(covered(nodes, slots, now_ms())) do
@@ -22,7 +22,8 @@ end
 return out
 """
 _PREDICT = """
-insert(ARGV[1], ARGV[2], {ARGV[3]}, tonumber(ARGV[4]), false, now_ms() + tonumber(ARGV[5]), now_ms() + 60000)
+local until_ms, expire_at = now_ms() + tonumber(ARGV[5]), now_ms() + 60000
+insert(ARGV[1], ARGV[2], {ARGV[3]}, tonumber(ARGV[4]), false, until_ms, expire_at, nil, false, ARGV[6] == "1")
 return 1
 """
 
@@ -61,17 +62,21 @@ class Index:
             self._sequence[slot] = number + 1
         return answer
 
-    def predict(self, slot: str, blocks: tuple[bytes, ...], until_ms: int = 60000) -> None:
-        self._predict(args=[self.prefix, b"".join(blocks), slot, len(blocks), until_ms])
+    def predict(
+        self, slot: str, blocks: tuple[bytes, ...], until_ms: int = 60000, *, unreported: bool = False
+    ) -> None:
+        arguments = [self.prefix, b"".join(blocks), slot, len(blocks), until_ms, int(unreported)]
+        self._predict(args=arguments)
 
-    def match(self, blocks: tuple[bytes, ...]) -> dict[str, int]:
-        """Whether nodes are read whole or slot by slot."""
-        whole, by_slot = self._match(blocks, 1000), self._match(blocks, 1)
+    def match(self, blocks: tuple[bytes, ...], *, unreported: bool = False) -> dict[str, int]:
+        """Whether nodes are read whole or slot by slot. `unreported`: only predictions count."""
+        whole, by_slot = (self._match(blocks, wide, unreported) for wide in (1000, 1))
         assert whole == by_slot
         return whole
 
-    def _match(self, blocks: tuple[bytes, ...], wide: int) -> dict[str, int]:
-        answer = self._probe(keys=[self.owners], args=[self.prefix, b"".join(blocks), wide])
+    def _match(self, blocks: tuple[bytes, ...], wide: int, unreported: bool) -> dict[str, int]:
+        arguments = [self.prefix, b"".join(blocks), wide, int(unreported)]
+        answer = self._probe(keys=[self.owners], args=arguments)
         found = {answer[i].decode(): int(answer[i + 1]) for i in range(0, len(answer), 2)}
         return {slot: blocks for slot, blocks in found.items() if blocks}
 

@@ -48,6 +48,26 @@ def test_predictions_expire_and_reports_do_not(index):
     assert index.match(blocks) == {"2": 3}
 
 
+def test_a_prediction_that_has_expired_keeps_no_shorter_one_from_counting(index):
+    blocks = chain([1] * 8)
+    index.predict("1", blocks, until_ms=-1)
+    index.predict("1", blocks[:2])
+    assert index.match(blocks) == {"1": 2}
+
+
+def test_a_report_of_what_is_gone_leaves_the_predictions_of_what_is_held(index):
+    """Where reports do not count, each eviction at a worker ended all that was predicted there of the same beginning."""
+    stem, talk, other = chain([1] * 8), chain([1] * 8 + [0] * 4), chain([1] * 8 + [2] * 4)
+    for blocks in (talk, other):
+        index.predict("1", blocks, unreported=True)
+    index.report("1", talk, len(stem))
+    assert index.match(talk, unreported=True) == {"1": len(stem)}
+    assert index.match(other, unreported=True) == {"1": len(other)}
+    index.report("1", other, 0)
+    assert index.match(other, unreported=True) == {}
+    assert index.match(stem) == {}
+
+
 def test_an_unknown_slot_must_register_again(index):
     assert index.report("9", chain([1] * 8), 1) == b"register"
 

@@ -31,6 +31,7 @@ from worker.ranks.process import StartingRank, spawn_rank
 
 LOST = f"{LostRankError.__name__}: a rank of the group was lost: Connection closed by peer"
 MISSING = "ModelError: tensor x is missing"
+UNJOINED = "SetupError: rank 1 of 3 did not join the others"
 NO_PROCESS: Any = None
 
 
@@ -62,6 +63,8 @@ KEPT: list[Any] = []  # the other ends of the pipes
     [
         ((Failed(LOST), Failed(MISSING)), f"rank 2 could not start: {MISSING}"),
         ((None, Failed(MISSING)), f"rank 2 could not start: {MISSING}"),
+        ((Failed(UNJOINED), Failed(MISSING)), f"rank 2 could not start: {MISSING}"),
+        ((Failed(UNJOINED), Failed(LOST)), f"rank 1 could not start: {UNJOINED}"),
         ((Failed(LOST), Ready(KINDS_DIGEST, HELLO)), ""),
         ((None, None), ""),
     ],

@@ -150,10 +150,15 @@ def _load_leader(
 
 
 def _why_ended(starting: Sequence[StartingRank]) -> str:
-    """What the rank says that has ended the load; "" if none does. The others report the loss of a rank, too."""
-    until = time.monotonic() + REASON_SECONDS
+    """What the rank says that has ended the load; "" if none does. The others report the loss of a rank, too, or that not
+    all have joined."""
+    until, less = time.monotonic() + REASON_SECONDS, ""
     for rank in starting:
         reason = rank.failure(max(LEAST_SECONDS, until - time.monotonic()))
-        if reason and not reason.startswith(LostRankError.__name__):
-            return f"rank {rank.rank} could not start: {reason}"
-    return ""
+        if not reason or reason.startswith(LostRankError.__name__):
+            continue
+        said = f"rank {rank.rank} could not start: {reason}"
+        if not reason.startswith(SetupError.__name__):
+            return said
+        less = less or said
+    return less

@@ -146,6 +146,7 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
     (P, "ABORTED", PeerLostError("d is gone"), {"p", "d"}),
     (D, "ABORTED", DrainingError("d leaves"), {"d"}),
     (D, "ABORTED", HandoffError("x"), set()),
+    (D, "ABORTED", BlocksExhaustedError("were needed", retry_after_seconds=0.001), {"d"}),
     (D, "PREEMPTED", None, set()),
     (D, "PREEMPTED", DrainingError("d leaves"), {"d"}),
     (D, "DONE", None, {"d"}),  # too early

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,11 +97,28 @@ async def test_a_request_that_ends_at_its_prefill_worker_has_met_no_decode_worke
     assert pairs.any_unreachable
 
 
-async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(text, monkeypatch):
-    """They do not look for stop strings: the decode worker goes on until its window is full, and then waits."""
+def closes_when(answered: asyncio.Event) -> Callable[[Scripted], Awaitable[None]]:
+    """Cancels are answered, without reports."""
+
+    async def close(made: Scripted) -> None:
+        made.closed = True
+        await answered.wait()
+
+    return close
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(text, monkeypatch, answers):
+    """They do not look for stop strings: the decode worker goes on until its window is full, and then waits. `answers`: to
+    the cancel, and without a report, as workers of an earlier version do."""
     world = World(text, [])
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
+    answered = asyncio.Event()
+    monkeypatch.setattr(Scripted, "close", closes_when(answered))
+    if answers:
+        answered.set()
+        monkeypatch.setattr("router.dispatch.reports.REPORT_SECONDS", 60.0)
     prompt = list(range(3, 3 + PROMPT))
     stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
     assert stop, "it has a text"
@@ -113,6 +131,7 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
         (delta,) = await deltas.take()
         assert delta.finish == "stop" and not await deltas.take()
     assert running.complete
+    answered.set()
     await world.services.finish(5.0)
     assert world.attempts[0].closed, "its workers are told"
 
@@ -142,6 +161,30 @@ async def test_an_answer_that_a_stop_string_ends_waits_for_the_report_of_the_pro
         while await deltas.take():
             pass
     assert running.complete and running.outcome.usage.cached_tokens == 4
+
+
+async def test_an_answer_that_is_whole_at_its_deadline_has_not_failed(text, monkeypatch):
+    """It waits for reports alone then: a client that had all of it got an error behind it."""
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    monkeypatch.setattr("router.dispatch.reports.REPORT_SECONDS", 60.0)
+    monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
+    answered = asyncio.Event()
+    monkeypatch.setattr(Scripted, "close", closes_when(answered))
+    prompt = list(range(3, 3 + PROMPT))
+    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
+    sampling = common_pb2.SamplingParams(max_tokens=NEW)
+    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=0.2)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        while await deltas.take():
+            pass
+    assert running.complete and not running.failure
+    answered.set()
+    await world.services.finish(5.0)
+    assert world.attempts[0].closed and world.released == [world.attempts[0].transfer_id]
 
 
 async def test_an_answer_that_no_stop_string_ends_waits_for_its_workers(text, monkeypatch):

@@ -9,6 +9,7 @@ import secrets
 import signal
 import struct
 import time
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -21,6 +22,7 @@ from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.memory import RedisMemory
 from router.placement.placement import Placement
 from router.placement.types import Placed, Reason
 from tests.router.placement.place_requests import eventually, hashes, request
@@ -230,6 +232,30 @@ async def test_what_is_reported_does_not_count_where_only_predictions_do(router,
             struct.unpack(">IIQ", held)[2] for slot, held in client.hgetall(key).items() if slot != b"c"
         ]
     assert max(until_ms) / 1000 > time.time() + 600
+
+
+async def test_reports_do_not_count_while_redis_is_nearly_full_either(router, fleet, redis_url, namespace):
+    """Only predictions were to, and none is made then: those that were made before do."""
+    placement, reported, predicted = await router(index_feeds="predicted"), list(range(500)), [7] * 500
+
+    async def cached(prompt: list[int]) -> int:
+        asked = request(prompt)
+        placed = await placement.place(asked)
+        placement.release(asked.transfer_id)
+        await placement.settlement.settle()
+        return placed.cached_prefill_tokens
+
+    reporter = ChainReporter(redis_url, namespace, "m", fleet[2], list)
+    reporter.start()
+    reporter.report(hashes(reported), 20)
+    try:
+        await eventually(lambda: not reporter.waiting)
+        assert await cached(predicted) == 0
+        placement.script._memory = SimpleNamespace(memory=RedisMemory(90, 100, "volatile-lru"))
+        for _ in range(2):
+            assert [await cached(predicted), await cached(reported)] == [496, 0]
+    finally:
+        await asyncio.to_thread(reporter.stop)
 
 
 async def test_excluded_workers_are_avoided_while_others_live(router):

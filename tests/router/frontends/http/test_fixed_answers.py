@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from cluster.errors import UnavailableError
+from cluster.errors import UnauthenticatedError, UnavailableError
+from cluster.security.keys import Caller
 from router.frontends.http import app as module
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway, served
@@ -65,6 +67,21 @@ async def test_the_answer_to_a_failed_request_has_its_id(
     for more in ({}, {"stream": True}):
         failed = await client.post("/v1/completions", json={**BODY, **more})
         assert failed.status_code == 503 and failed.headers["x-request-id"].startswith("req-")
+
+
+async def test_who_is_refused_by_the_key_has_its_id_too() -> None:
+    def check(given: str) -> Caller:
+        raise UnauthenticatedError("the key is missing", field="authorization")
+
+    text = ModelText(DEMO)
+    gateway = StubGateway(text, {})
+    gateway.keys = SimpleNamespace(on=True, check=check)  # type: ignore[assignment]
+    gateway.metrics = SimpleNamespace(refused=lambda: None)  # type: ignore[assignment]
+    async with served(gateway) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+            refused = await client.post(path, json=BODY, headers={"x-request-id": "mine"})
+            assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+    text.close()
 
 
 async def test_a_path_with_a_further_slash_is_unknown(
