@@ -40,6 +40,7 @@ class Links:
         self._peers = peers or Peers()
         self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
         self._lost: Backoff[str] = Backoff(time.monotonic)
+        self._unreached: set[str] = set()  # names of workers that the last call did not reach
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._beat_at = self._status_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
@@ -59,14 +60,24 @@ class Links:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        self._unreached &= self._links.keys()
         version = self._peers.version
         for link in self._links.values():
             if link.certificates != version:
                 link.move()
 
     def not_reached(self, name: str) -> None:
-        """Record a call that did not reach the worker: it extends an exclusion, and is too little to begin one."""
-        self._lost.failed_again(name)
+        """Record a call that did not reach the worker: it extends an exclusion. One is too little to begin one; two with
+        none between that did do, or each request would try a worker of which a firewall lets the link through alone."""
+        if name in self._unreached:
+            self._lost.failed(name)
+        else:
+            self._lost.failed_again(name)
+            self._unreached.add(name)
+
+    def reached(self, name: str) -> None:
+        """Record a call that the worker has answered."""
+        self._unreached.discard(name)
 
     @property
     def suspects(self) -> frozenset[str]:
