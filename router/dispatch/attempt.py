@@ -136,9 +136,9 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             if source in self.responded | self.finished:
                 return  # it was taken in: only the answer was lost
-            if not rpc.is_from_peer(error):
-                self.links.not_reached(worker.name)
-            silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not rpc.is_from_peer(error)
+            reached = rpc.is_from_peer(error)
+            (self.links.reached if reached else self.links.not_reached)(worker.name)
+            silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not reached
             self.lost(source, no_message(LOST_SECONDS) if silent else rpc.error_from_rpc(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -154,6 +154,7 @@ class Attempt:
         while self._handles:  # else the attempt has ended meanwhile
             try:
                 await self._run(worker)
+                self.links.reached(worker.name)
                 return
             except grpc.aio.AioRpcError as error:
                 now = time.monotonic()

@@ -14,8 +14,9 @@ LAST_SECONDS = 1.0
 
 
 class RequestDeadlines:
-    def __init__(self, config: RouterConfig, completion: Completion, received: float):
-        """`received`: monotonic seconds."""
+    def __init__(self, config: RouterConfig, completion: Completion, began: float):
+        """`began`: monotonic seconds, from which the request's own deadline counts: its dispatch, not its arrival.
+        A gRPC client's is what was left of it once the prompt was tokenised."""
         self.priority_class = class_of(completion.priority)
         # TTFT target of the request's class; 0 = no target
         self.target_seconds = {
@@ -24,11 +25,11 @@ class RequestDeadlines:
             "batch": config.ttft_target_seconds_batch,
         }[self.priority_class]
         self._config, self._seconds = config, completion.deadline_seconds
-        self._received = received
+        self._began = began
 
     @property
     def left_seconds(self) -> float:
-        return max(1e-3, self._received + self._seconds - time.monotonic())
+        return max(1e-3, self._began + self._seconds - time.monotonic())
 
     @property
     def admission_seconds(self) -> float:

@@ -82,7 +82,7 @@ class RequestDispatcher:
         self._received = self._started = arrival.received
         self._trace = services.begin_trace(arrival, completion)
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
-        self._deadlines = RequestDeadlines(services.config, completion, self._received)
+        self._deadlines = RequestDeadlines(services.config, completion, time.monotonic())
         self._placer = RequestPlacer(
             completion, services, self._deadlines, self.stats, self._identity.packed_prompt
         )

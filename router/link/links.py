@@ -8,6 +8,7 @@ router/link/backoff.py if that is longer: during a partition only the first requ
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
 
@@ -23,6 +24,7 @@ from router.link.identity import RouterIdentity
 from router.link.link import WorkerLink
 from router.link.state import LinkState
 
+log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 STOPPED_SECONDS = 1.0  # a tick that is later than this: the process was stopped
 
@@ -40,6 +42,7 @@ class Links:
         self._peers = peers or Peers()
         self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
         self._lost: Backoff[str] = Backoff(time.monotonic)
+        self._unreached: set[str] = set()  # names of workers that the last call did not reach
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._beat_at = self._status_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
@@ -59,14 +62,24 @@ class Links:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        self._unreached &= self._links.keys()
         version = self._peers.version
         for link in self._links.values():
             if link.certificates != version:
                 link.move()
 
     def not_reached(self, name: str) -> None:
-        """Record a call that did not reach the worker: it extends an exclusion, and is too little to begin one."""
-        self._lost.failed_again(name)
+        """Record a call that did not reach the worker: it extends an exclusion. One is too little to begin one; two with
+        none between that did do, or each request would try a worker of which a firewall lets the link through alone."""
+        if name in self._unreached:
+            self._lost.failed(name)
+        else:
+            self._lost.failed_again(name)
+            self._unreached.add(name)
+
+    def reached(self, name: str) -> None:
+        """Record a call that the worker has answered."""
+        self._unreached.discard(name)
 
     @property
     def suspects(self) -> frozenset[str]:
@@ -122,23 +135,30 @@ class Links:
     def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
         late = now - self._due
-        stopped = late > STOPPED_SECONDS
-        # Late: what has come since the loop's last turn is unread, and that turn may have been a tick before this was due.
-        lost_seconds = LOST_SECONDS + (TICK_SECONDS if late > TICK_SECONDS else 0.0)
         beats, asks = now >= self._beat_at, now >= self._status_at
         if beats:
             self._beat_at = now + BEAT_SECONDS
         if asks:
             self._status_at = now + STATUS_SECONDS
         for link in list(self._links.values()):
-            if stopped:
-                link.restart_clocks()
-            elif late > TICK_SECONDS:
-                link.allow_delay(late)
-            if link.silent_seconds > lost_seconds:
-                link.give_up(no_message(LOST_SECONDS))
-            if beats:
-                link.beat()
-            if asks:
-                link.ask(STATUS_SECONDS)
+            try:
+                self._tend(link, late, beats=beats, asks=asks)
+            except Exception:  # without further ticks no link beats, and every worker cuts its own
+                log.exception("beat and checks of the link to %s failed; retrying", link.worker.name)
         self._tick_later()
+
+    @staticmethod
+    def _tend(link: WorkerLink, late: float, *, beats: bool, asks: bool) -> None:
+        """`late`: seconds by which the tick is."""
+        # Late: what has come since the loop's last turn is unread, and that turn may have been a tick before this was due.
+        lost_seconds = LOST_SECONDS + (TICK_SECONDS if late > TICK_SECONDS else 0.0)
+        if late > STOPPED_SECONDS:
+            link.restart_clocks()
+        elif late > TICK_SECONDS:
+            link.allow_delay(late)
+        if link.silent_seconds > lost_seconds:
+            link.give_up(no_message(LOST_SECONDS))
+        if beats:
+            link.beat()
+        if asks:
+            link.ask(STATUS_SECONDS)

@@ -22,6 +22,10 @@ from router.placement.table_walk import TableWalk
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
+# Times SCRIPT_SECONDS, for an answer: no request waits for it, and it must be longer than a placement's time. Where Redis
+# answered placements in time and settlements too late, only the first changes would ever be told, again and again, and
+# attempts that have ended would stay load, for which later requests are refused.
+PATIENCE = 4
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer, or refuses
 MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is left expires with its lease
 # Changes and lost calls that are kept for a Redis that does not answer. Beyond them the router takes a new run when it
@@ -214,7 +218,7 @@ class Settlement:
 
     async def _send(self, run: int, *arguments: Argument) -> Any:
         identity = self._router_id, int(ROUTER_LEASE_SECONDS * 1000), run
-        return await self._script(self._keys.settle(run), [*identity, *arguments], SCRIPT_SECONDS)
+        return await self._script(self._keys.settle(run), [*identity, *arguments], PATIENCE * SCRIPT_SECONDS)
 
     async def _settle_forever(self) -> None:
         renewed = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import PlainValidator, ValidationInfo
@@ -89,8 +90,11 @@ class EmbedCall:
         )
         return b"".join([*made.encoded, rest.SerializeToString()])
 
-    async def read(self, request: pb.EmbedRequest, seconds: float | None) -> tuple[list[Completion], Vectors]:
-        """`seconds`: until the client's deadline. Raises BatonError."""
+    async def read(
+        self, request: pb.EmbedRequest, time_remaining: Callable[[], float | None]
+    ) -> tuple[list[Completion], Vectors]:
+        """`time_remaining`: seconds until the client's deadline, asked for once all inputs have their tokens: they wait
+        for turns. Raises BatonError."""
         model = self._gateway.model(request.model)
         limits = model.validator.limits
         limits.check_model(request.model)
@@ -98,10 +102,8 @@ class EmbedCall:
         options = read(
             GrpcEmbedding, {name: given[name] for name in given if name in GrpcEmbedding.names}, limits
         )
-        envelope = Envelope(
-            request.request_id, request.model, prompts=len(options.input), deadline_seconds=seconds
-        )
-        return await read_inputs(
+        envelope = Envelope(request.request_id, request.model, prompts=len(options.input))
+        completions, vectors = await read_inputs(
             self._gateway,
             model,
             options,
@@ -110,6 +112,12 @@ class EmbedCall:
             admit=self._admit,
             next_turn=self._next_turn,
         )
+        left = time_remaining()
+        if left is not None:
+            completions = [
+                replace(one, deadline_seconds=min(one.deadline_seconds, left)) for one in completions
+            ]
+        return completions, vectors
 
 
 class _Vectors:

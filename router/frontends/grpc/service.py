@@ -126,7 +126,7 @@ class InferenceService:
                     lambda: start_turn(gateway, caller, place.model),
                 )
                 async with self._counted_if_left(caller, gateway.model(request.model)):
-                    completions, vectors = await call.read(request, context.time_remaining())
+                    completions, vectors = await call.read(request, context.time_remaining)
                 del request
                 size = vectors.packed_bytes * len(completions)
                 await expect_answer(gateway, caller, place, completions[0].served_model, size, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from router.dispatch.choice import ChoiceStream
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
 from router.link.links import Links
+from router.observe.traces import Arrival
 from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.quota.quota import Quota
 from router.request.completion import Completion, Delta
@@ -65,8 +67,12 @@ def completion(ticket: bytes = b"", resume: tuple[int, ...] = ()) -> Completion:
     )
 
 
-async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
-    dispatcher = RequestDispatcher(completion(ticket, resume), services)
+async def place(
+    services: Services, ticket: bytes = b"", resume: tuple[int, ...] = (), waited: float = 0.0
+) -> PlacementRequest:
+    """`waited`: seconds from its arrival to its dispatch."""
+    arrival = Arrival(received=time.monotonic() - waited)
+    dispatcher = RequestDispatcher(completion(ticket, resume), services, arrival=arrival)
     deltas: BatchQueue[Delta] = BatchQueue()
     dispatcher.start(deltas)
     with pytest.raises(OverloadedError):
@@ -84,6 +90,13 @@ async def test_a_new_request_has_a_target(services):
     asked = await place(services)
     assert asked.target_seconds == services.config.ttft_target_seconds_normal
     assert 0 < asked.deadline_seconds <= 30
+
+
+async def test_the_time_before_its_dispatch_counts_once_against_its_deadline(services):
+    """A gRPC client's deadline is what was left of it behind tokenising: what preceded it was taken off again, and
+    requests with time enough were refused."""
+    asked = await place(services, waited=25.0)
+    assert 20 < asked.deadline_seconds <= 30
 
 
 @pytest.mark.parametrize("shown", [b"", b"made up", bytes(24)])

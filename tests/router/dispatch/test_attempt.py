@@ -160,6 +160,16 @@ async def test_a_worker_whose_call_broke_was_not_reached(world, unreached):
     assert unreached == [world.prefill.name]
 
 
+@pytest.mark.parametrize("run", [None, DrainingError("leaves")])
+async def test_a_worker_that_answers_its_call_was_reached(world, monkeypatch, run):
+    names: list[str] = []
+    monkeypatch.setattr(world.links, "reached", names.append)
+    world.prefill.run = run
+    attempt = world.attempt()
+    attempt.start()
+    await until(lambda: names == [world.prefill.name], "its call is answered")
+
+
 async def test_a_worker_that_does_not_answer_its_call_is_lost_and_not_late(world, monkeypatch):
     """A deadline of the client's would be reported as an overload, with another status."""
     monkeypatch.setattr(attempts, "LOST_SECONDS", 0.5)

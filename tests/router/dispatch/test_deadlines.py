@@ -14,11 +14,11 @@ from wire import common_pb2
 CONFIG = RouterConfig(model="/m", admission_seconds=30.0, ttft_target_seconds_batch=120.0)
 
 
-def deadlines(priority: int = 0, deadline: float = 600.0, ago: float = 0.0) -> RequestDeadlines:
+def deadlines(priority: int = 0, deadline: float = 600.0) -> RequestDeadlines:
     completion = Completion(
         "r", "m", [1], common_pb2.SamplingParams(), priority=priority, deadline_seconds=deadline
     )
-    return RequestDeadlines(CONFIG, completion, time.monotonic() - ago)
+    return RequestDeadlines(CONFIG, completion, time.monotonic())
 
 
 @pytest.mark.parametrize(("priority", "seconds"), [(7, 10.0), (0, 30.0), (-1, 120.0)])

@@ -145,6 +145,8 @@ class Handed(World):
 
     def not_reached(self, name: str) -> None: ...
 
+    def reached(self, name: str) -> None: ...
+
     def open(self, worker: Any, reader: Reader) -> Worker:
         self.opened.append(Worker(reader, len(self.opened)))
         return self.opened[-1]

@@ -62,6 +62,27 @@ async def test_the_router_beats(pair, monkeypatch):
     await until(lambda: one.tokens == [[0]], "it goes on")
 
 
+async def test_an_error_of_one_link_does_not_end_the_beats_of_all(pair, monkeypatch):
+    """Every worker would cut the router, again and again."""
+    pair.read()
+    await pair.up()
+    fails = [RuntimeError("a defect")]
+    beat = pair.link.beat
+
+    def first_fails() -> None:
+        if fails:
+            raise fails.pop()
+        beat()
+
+    monkeypatch.setattr(pair.link, "beat", first_fails)
+    pair.links._beat_at = 0.0
+    await until(lambda: not fails, "it has failed")
+    pair.links._beat_at = 0.0
+    sent: list[None] = []
+    monkeypatch.setattr(pair.link._outgoing, "beat", lambda: sent.append(None))
+    await until(lambda: sent, "it beats again")
+
+
 async def test_a_silent_router_is_detached_and_its_attempts_end(pair, monkeypatch):
     one = pair.read()
     await pair.up()

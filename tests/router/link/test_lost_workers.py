@@ -69,6 +69,23 @@ async def test_a_lost_worker_stays_excluded_while_its_link_is_tried_again(pair, 
         await back.stop()
 
 
+async def test_a_worker_that_calls_do_not_reach_is_excluded_though_its_link_is_up(pair, monkeypatch):
+    """A firewall lets the link through alone: each request that was placed there waited 5 s for its call, without end."""
+    monkeypatch.setattr(backoff, "FIRST_SECONDS", 0.2)
+    one = pair.read()
+    await pair.up()
+    name = pair.link.worker.name
+    pair.links.not_reached(name)
+    pair.links.reached(name)
+    pair.links.not_reached(name)
+    assert not pair.links.suspects, "a connection may break at any time"
+    pair.links.not_reached(name)
+    assert pair.links.suspects == {name} and one.error is None
+    await until(lambda: not pair.links.suspects, "it is tried again")
+    pair.links.not_reached(name)
+    assert pair.links.suspects == {name}, "the next call shows that nothing has changed"
+
+
 async def test_a_connection_that_ends_behind_its_welcome_is_tried_again(pair, monkeypatch):
     made: list[Connection] = []
 

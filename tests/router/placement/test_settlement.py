@@ -13,7 +13,7 @@ import redis
 
 from cluster.config.router import RouterConfig
 from router.placement import settlement
-from router.placement.charges import Charges
+from router.placement.charges import MAX_CHANGES, Charges
 from router.placement.keys import PlacementKeys
 from router.placement.script_call import RedisBackoff
 from router.placement.settlement import RETRY_SECONDS, SETTLE_SECONDS, Settlement
@@ -56,6 +56,40 @@ async def test_a_request_whose_call_was_lost_is_charged_where_the_router_placed_
         client.hset(settling._keys.charges(settling.run), b"given up", b"x")
         await settling.settle()
         assert table(settling, client) == {b"one"}
+
+
+async def test_what_has_ended_is_no_load_while_redis_just_answers_placements_in_time(
+    make, redis_url, namespace, monkeypatch
+):
+    """A settlement was given up earlier than a placement: Redis was told the same 128 changes again and again, and all
+    later requests stayed load, until requests were refused as too late at idle workers."""
+    placement = await make(2)
+    for module in ("place_script", "settlement"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 0.1)
+
+    def late(script: Any) -> Any:
+        async def call(keys: Any, arguments: Any, seconds: float) -> Any:
+            answer = await script(keys, arguments, 30.0)
+            if seconds < 0.19:  # it would have come then
+                raise TimeoutError
+            return answer
+
+        return call
+
+    settling, script = placement.settlement, placement.script
+    with (
+        mock.patch.object(settling, "_script", late(settling._script)),
+        mock.patch.object(script, "_script", late(script._script)),
+    ):
+        for _ in range(2 * MAX_CHANGES):
+            one = request()
+            assert (await placement.place(one)).from_redis
+            placement.release(one.transfer_id)
+        for _ in range(5):
+            await settling.settle()
+    with redis.Redis.from_url(redis_url) as client:
+        load: Any = client.hgetall(f"{{{namespace}}}:load")
+    assert not {name: tokens for name, tokens in load.items() if name}
 
 
 def test_a_charge_that_is_made_again_is_released_no_more():
