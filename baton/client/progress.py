@@ -74,9 +74,8 @@ class StreamProgress:
         self._choices = request.options.n if request.options.HasField("n") else 1
         self._wants_logprobs = request.options.HasField("logprobs")
         self._reconnects_left = max_reconnects
-        self._held: dict[
-            int, _Held
-        ] = {}  # by choice, of those that have begun: the router may refuse their number
+        # By choice, of those that have begun: the router may refuse their number.
+        self._held: dict[int, _Held] = {}
         self.started: pb.Started | None = None
         self._completed: pb.Completed | None = None
         self._prompt: list[TokenLogprob] = []  # of its tokens from position 1 on

@@ -32,9 +32,8 @@ def once(router: RouterHttp, console: Console) -> None:
 
 def run(router: RouterHttp, console: Console, interval_seconds: float) -> None:
     """Run until q or Ctrl-C. Waits for a router that does not answer; an insufficient API key is an error."""
-    if (
-        not console.is_terminal or console.is_dumb_terminal
-    ):  # of the latter, each frame would follow the last one
+    # On a dumb terminal each frame would follow the last one.
+    if not console.is_terminal or console.is_dumb_terminal:
         raise ConfigError("baton top draws on a terminal; --once prints one frame", field="once")
     with contextlib.suppress(KeyboardInterrupt), _orderly_end():
         with contextlib.suppress(UnavailableError):

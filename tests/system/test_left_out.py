@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.system import conftest
+
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 # The same hooks, in a folder with a test that needs what the machine does not have.
@@ -71,3 +73,20 @@ def test_checks_that_the_machine_forbids_are_named_at_the_end(
     code, said = run(tmp_path, required=required, test_here=PASSES, test_elsewhere=PASSES)
     assert code == expected, said
     assert "test_elsewhere.py: no namespaces" in said.partition("!! NOT RUN HERE !!")[2]
+
+
+def test_processes_that_share_the_tests_leave_out_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is busy may let one of two begin what it does not let the other: the run would end without a test."""
+    reasons = iter([{ROOT / "a": "busy"}, {}, {ROOT / "b": "no root"}])
+    monkeypatch.setattr(conftest, "TOOLS", tmp_path / "tools")
+    monkeypatch.setattr(conftest, "_find_out", lambda: next(reasons))
+    found = []
+    for run in ("first", "first", "second", None, "second"):
+        if run is None:
+            monkeypatch.delenv("PYTEST_XDIST_TESTRUNUID")
+        else:
+            monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", run)
+        found.append(conftest.not_here.__wrapped__())
+    assert found == [{ROOT / "a": "busy"}] * 2 + [{}, {ROOT / "b": "no root"}, {}]

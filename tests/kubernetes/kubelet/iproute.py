@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness import debian_packages
+
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "out" / "tools" / "iproute"
 # The command, and the libraries it needs that a small image may lack.
 PACKAGES = ("iproute2", "libbpf1", "libelf1", "libmnl0", "libxtables12", "libtirpc3", "libtirpc-common")
-DOWNLOAD_SECONDS, COMMAND_SECONDS = 300, 20
+COMMAND_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,7 @@ def find_ip() -> IpCommand:
 
 
 def unpacked(folder: Path = TOOLS) -> IpCommand:
-    root = folder / "root"
-    if not (root / "bin/ip").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            ["apt-get", "download", "-qq", *PACKAGES], cwd=folder, check=True, timeout=DOWNLOAD_SECONDS
-        )
-        for package in folder.glob("*.deb"):
-            subprocess.run(["dpkg", "-x", str(package), str(root)], check=True, timeout=60)
+    root = debian_packages.unpacked(folder, *PACKAGES)
     libraries = {str(file.parent) for file in root.rglob("*.so*")}
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(sorted(libraries))}
     return IpCommand(str(root / "bin/ip"), environment)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.debian_packages import unpacked
 from tests.harness.object_store import FOLDER, MODEL, OTHERS, store_of
 from tests.system.conftest import TOOLS
 from tests.system.helm.model_copy import copy_container, environment
@@ -22,14 +23,7 @@ def rclone() -> str:
     """Installed, or unpacked from Debian's package."""
     if installed := shutil.which("rclone"):
         return installed
-    folder = TOOLS / "rclone"
-    unpacked = folder / "root" / "usr" / "bin" / "rclone"
-    if not unpacked.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", "-qq", "rclone"], cwd=folder, check=True, timeout=300)
-        (package,) = folder.glob("rclone_*.deb")
-        subprocess.run(["dpkg", "-x", str(package), str(folder / "root")], check=True, timeout=120)
-    return str(unpacked)
+    return str(unpacked(TOOLS / "rclone", "rclone") / "usr" / "bin" / "rclone")
 
 
 @pytest.mark.parametrize("by", ["ray", "leaderWorkerSet"])

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.harness.debian_packages import unpacked
 from tests.harness.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,13 +25,7 @@ def find_tool(name: str) -> str:
     """`prometheus` or `promtool`: installed, or unpacked from Debian's package."""
     if installed := shutil.which(name):
         return installed
-    unpacked = TOOLS / "root" / "usr" / "bin" / name
-    if not unpacked.exists():
-        TOOLS.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=TOOLS, check=True, timeout=300)
-        (package,) = TOOLS.glob("prometheus_*.deb")
-        subprocess.run(["dpkg", "-x", str(package), str(TOOLS / "root")], check=True, timeout=120)
-    return str(unpacked)
+    return str(unpacked(TOOLS, "prometheus") / "usr" / "bin" / name)
 
 
 @dataclass(frozen=True)
