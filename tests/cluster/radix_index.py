@@ -65,7 +65,14 @@ class Index:
     def predict(
         self, slot: str, blocks: tuple[bytes, ...], until_ms: int = 60000, *, unreported: bool = False
     ) -> None:
-        arguments = [self.prefix, b"".join(blocks), slot, len(blocks), until_ms, int(unreported)]
+        arguments: list[bytes | str | int] = [
+            self.prefix,
+            b"".join(blocks),
+            slot,
+            len(blocks),
+            until_ms,
+            int(unreported),
+        ]
         self._predict(args=arguments)
 
     def match(self, blocks: tuple[bytes, ...], *, unreported: bool = False) -> dict[str, int]:
@@ -75,7 +82,7 @@ class Index:
         return whole
 
     def _match(self, blocks: tuple[bytes, ...], wide: int, unreported: bool) -> dict[str, int]:
-        arguments = [self.prefix, b"".join(blocks), wide, int(unreported)]
+        arguments: list[bytes | str | int] = [self.prefix, b"".join(blocks), wide, int(unreported)]
         answer = self._probe(keys=[self.owners], args=arguments)
         found = {answer[i].decode(): int(answer[i + 1]) for i in range(0, len(answer), 2)}
         return {slot: blocks for slot, blocks in found.items() if blocks}

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.protocol.block_hash import pack_tokens
 from router.dispatch.attempt import Attempt
-from router.dispatch.attempt_events import Source
+from router.dispatch.attempt_events import Ended, Source
 from router.dispatch.prompt_stream import PromptStream
 from router.link.token import Token
 from tests.router.dispatch.scripted_workers import FIRST, TRANSFER, ScriptedPair
@@ -69,3 +69,15 @@ class World(ScriptedPair):
         )
         self.made.append(made)
         return made
+
+
+def ends(found: list[Any]) -> dict[Source, Ended]:
+    return {event.source: event for event in found if isinstance(event, Ended)}
+
+
+def both(found: list[Any]) -> bool:
+    return len(ends(found)) == 2
+
+
+def any_end(found: list[Any]) -> bool:
+    return bool(ends(found))

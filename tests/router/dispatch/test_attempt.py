@@ -19,7 +19,7 @@ from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Broken, Ended, Source
 from router.link import links as all_links
 from tests.harness.waiting import until
-from tests.router.dispatch.attempt_world import World
+from tests.router.dispatch.attempt_world import World, any_end, both, ends
 from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, done, token
 from wire import decode_pb2
 
@@ -44,18 +44,6 @@ async def events(attempt: Attempt, enough: Callable[[list[Any]], bool]) -> list[
         while not enough(found):
             found += await attempt.events.take()
     return found
-
-
-def ends(found: list[Any]) -> dict[Source, Ended]:
-    return {event.source: event for event in found if isinstance(event, Ended)}
-
-
-def both(found: list[Any]) -> bool:
-    return len(ends(found)) == 2
-
-
-def any_end(found: list[Any]) -> bool:
-    return bool(ends(found))
 
 
 async def test_each_worker_gets_its_part(world):
