@@ -1,4 +1,4 @@
-"""Values at the limits of what the clients take, and ends of calls that nobody awaited."""
+"""Values at the limits of what the clients take, and calls that end while something else ends them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_choices_take_no_memory_before_they_begin() -> None:
 
 
 async def test_aclosing_the_client_ends_its_short_calls(silent: str) -> None:
-    """The task that waited ended as cancelled, though nobody had cancelled it."""
+    """The task that waited for the call ended as a cancelled one, without having been cancelled."""
     client = baton.AsyncClient(silent)
     call = asyncio.create_task(client.models())
     await asyncio.sleep(0.1)

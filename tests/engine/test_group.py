@@ -113,7 +113,7 @@ def late_rank(rank: int, address: str, listener: socket.socket | None, has_loade
 
 @pytest.mark.parametrize("has_loaded", [False, True])
 def test_a_rank_that_freezes_while_all_load_ends_the_start_and_later_it_is_waited_for(has_loaded):
-    """The leader would wait in an operation of the load without end: nobody watches the ranks yet."""
+    """The leader would wait in an operation of the load for ever: the watch of the ranks starts after it."""
     address, listener = listen_at("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     ended = context.Queue()

@@ -13,6 +13,7 @@ from cluster.faults.points import nothing
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
 from tests.harness.virtual_network import Accepted, Network
+from tests.harness.worker_info import worker_info
 from wire import common_pb2, decode_pb2, prefill_pb2
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
@@ -97,21 +98,7 @@ class VirtualWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        return WorkerInfo(
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            slot=1,
-            role=self.role,
-            model_id="m",
-            address=self.worker_id,
-            metrics_address="",
-            layout=b"",
-            place="",
-            host="h",
-            max_model_len=4096,
-            blocks_total=100,
-            link_address=f"{self.worker_id}:1",
-        )
+        return worker_info(self.worker_id, self.epoch, self.role, self.worker_id, f"{self.worker_id}:1")
 
     # --- worker.link.connection.ConnectionOwner ------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from router.dispatch.channels import Channels
 from router.link.links import Links
 from router.placement.types import Placed
 from tests.harness.linked_worker import LinkedWorker
+from tests.harness.worker_info import worker_info
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from worker.attempt_log import AttemptLog
 
@@ -67,21 +68,8 @@ class ScriptedWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        return WorkerInfo(
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            slot=1,
-            role="prefill" if self.peer is not None else "decode",
-            model_id="m",
-            address=self.address,
-            metrics_address="",
-            layout=b"",
-            place="",
-            host="h",
-            max_model_len=4096,
-            blocks_total=100,
-            link_address=self.link.address,
-        )
+        role = "prefill" if self.peer is not None else "decode"
+        return worker_info(self.worker_id, self.epoch, role, self.address, self.link.address)
 
     @property
     def name(self) -> str:

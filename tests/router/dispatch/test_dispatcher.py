@@ -97,6 +97,27 @@ async def test_a_request_that_ends_at_its_prefill_worker_has_met_no_decode_worke
     assert pairs.any_unreachable
 
 
+def asked(world: World, stop: str = "", seconds: float = 60.0) -> dispatcher.RequestDispatcher:
+    """A request that is complete at NEW tokens, or at `stop`: by default the text of the first one."""
+    prompt = list(range(3, 3 + PROMPT))
+    stop = stop or world.services.text.detokenizer(prompt).add(token(PROMPT).token_id)
+    assert stop, "it has a text"
+    sampling = common_pb2.SamplingParams(max_tokens=NEW)
+    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=seconds)
+    return dispatcher.RequestDispatcher(completion, world.services)
+
+
+async def read(running: dispatcher.RequestDispatcher) -> list[Any]:
+    """What the client gets."""
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    found: list[Any] = []
+    async with asyncio.timeout(10):
+        while batch := await deltas.take():
+            found += batch
+    return found
+
+
 def closes_when(answered: asyncio.Event) -> Callable[[Scripted], Awaitable[None]]:
     """Cancels are answered, without reports."""
 
@@ -119,18 +140,9 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
     if answers:
         answered.set()
         monkeypatch.setattr("router.dispatch.reports.REPORT_SECONDS", 60.0)
-    prompt = list(range(3, 3 + PROMPT))
-    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
-    assert stop, "it has a text"
-    sampling = common_pb2.SamplingParams(max_tokens=NEW)
-    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=60.0)
-    running = dispatcher.RequestDispatcher(completion, world.services)
-    deltas: BatchQueue[Any] = BatchQueue()
-    running.start(deltas)
-    async with asyncio.timeout(10):
-        (delta,) = await deltas.take()
-        assert delta.finish == "stop" and not await deltas.take()
-    assert running.complete
+    running = asked(world)
+    (delta,) = await read(running)
+    assert delta.finish == "stop" and running.complete
     answered.set()
     await world.services.finish(5.0)
     assert world.attempts[0].closed, "its workers are told"
@@ -149,17 +161,8 @@ async def test_an_answer_that_a_stop_string_ends_waits_for_the_report_of_the_pro
         made.ends(P, reported)
 
     monkeypatch.setattr(Scripted, "close", close)
-    prompt = list(range(3, 3 + PROMPT))
-    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
-    completion = Completion(
-        "r", "m", prompt, common_pb2.SamplingParams(max_tokens=NEW), stop=(stop,), deadline_seconds=60.0
-    )
-    running = dispatcher.RequestDispatcher(completion, world.services)
-    deltas: BatchQueue[Any] = BatchQueue()
-    running.start(deltas)
-    async with asyncio.timeout(10):
-        while await deltas.take():
-            pass
+    running = asked(world)
+    await read(running)
     assert running.complete and running.outcome.usage.cached_tokens == 4
 
 
@@ -171,16 +174,8 @@ async def test_an_answer_that_is_whole_at_its_deadline_has_not_failed(text, monk
     monkeypatch.setattr(Scripted, "start", lambda made: made.received(D, token(PROMPT)))
     answered = asyncio.Event()
     monkeypatch.setattr(Scripted, "close", closes_when(answered))
-    prompt = list(range(3, 3 + PROMPT))
-    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
-    sampling = common_pb2.SamplingParams(max_tokens=NEW)
-    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=0.2)
-    running = dispatcher.RequestDispatcher(completion, world.services)
-    deltas: BatchQueue[Any] = BatchQueue()
-    running.start(deltas)
-    async with asyncio.timeout(10):
-        while await deltas.take():
-            pass
+    running = asked(world, seconds=0.2)
+    await read(running)
     assert running.complete and not running.failure
     answered.set()
     await world.services.finish(5.0)
@@ -201,14 +196,8 @@ async def test_an_answer_that_no_stop_string_ends_waits_for_its_workers(text, mo
             asyncio.get_running_loop().call_later(seconds, made.ends, source, said)
 
     monkeypatch.setattr(Scripted, "start", start)
-    sampling, prompt = common_pb2.SamplingParams(max_tokens=NEW), list(range(3, 3 + PROMPT))
-    completion = Completion("r", "m", prompt, sampling, stop=("no text has this",), deadline_seconds=60.0)
-    running = dispatcher.RequestDispatcher(completion, world.services)
-    deltas: BatchQueue[Any] = BatchQueue()
-    running.start(deltas)
-    async with asyncio.timeout(10):
-        while await deltas.take():
-            pass
+    running = asked(world, stop="no text has this")
+    await read(running)
     assert running.complete and running.outcome.usage.cached_tokens == 4
     await world.services.finish(5.0)
     assert not world.attempts[0].closed, "nothing is left to cancel"

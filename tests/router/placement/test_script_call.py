@@ -132,7 +132,7 @@ async def test_a_connection_with_a_late_answer_gets_no_further_call():
 
 
 async def test_a_connection_that_takes_longer_than_a_call_is_there_for_the_next_one():
-    """By name, with TLS and a login. Each call began anew, so none was ever made."""
+    """With a name to resolve, TLS and a login. Each call opened a new one, and ended before that was open."""
     slow = FakeRedis(answers_login_after(0.2))
     line = ScriptLine(f"redis://:secret@{slow.address}?protocol=2")
     script = ScriptCall(line, "return 1")
