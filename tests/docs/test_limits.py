@@ -10,7 +10,9 @@ from cluster.config import adapters
 from cluster.config.router import RouterConfig
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_CHOICES
 from cluster.membership.known_adapters import MAX_REMOVED
+from engine.grammar_masks import MASK_SECONDS
 from engine.lora.loaded import READ_SECONDS
+from engine.sampling.grammar.llguidance_backend import MAX_ANSWER_BYTES
 from router.frontends.http.adapters import WAIT_SECONDS
 from router.frontends.http.openai.requests import COMPLETION_TOKENS
 from router.frontends.http.responses.request import MAX_METADATA
@@ -41,6 +43,7 @@ STATED = [
     f"After {WAIT_SECONDS:g} s the answer is 504",
     f"each for {READ_SECONDS:g} s at most",
     f"the last {MAX_REMOVED} names that were unloaded",
+    f"({MASK_SECONDS:g} s of processor time to find the next tokens, {MAX_ANSWER_BYTES >> 20} MiB of memory",
 ]
 
 
