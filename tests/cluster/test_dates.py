@@ -92,7 +92,7 @@ PLACES: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("within", ["json_schema", "lark"])
-def test_wherever_it_is(place: str, within: Any, tokenizer: Any) -> None:
+def test_days_that_do_not_exist_are_refused_at_every_place_of_a_schema(place: str, within: Any, tokenizer: Any) -> None:
     """Also in the arguments of a call, whose schema is a part of another grammar."""
     schema, made = PLACES[place]
     text = json.dumps(schema) if within == "json_schema" else f"start: {json_rule(schema, spaced=False)}"

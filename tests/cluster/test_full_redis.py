@@ -176,7 +176,7 @@ async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, 
     assert not client.exists(f"{{{namespace}}}:index:m:n:".encode() + other[:8])
 
 
-def test_shares_and_policies() -> None:
+def test_pressure_and_shorter_times_follow_the_share_that_is_used() -> None:
     half, most = RedisMemory(50, 100, "volatile-lru"), RedisMemory(100, 100, "noeviction")
     assert not half.pressed and half.shortened(600) == 600 and half.evicts_index_only
     assert most.pressed and most.shortened(600) == 10 and not most.evicts_index_only

@@ -36,7 +36,7 @@ def test_every_limit_above_counts_and_max_is_none(tmp_path):
     assert list(memory.cgroup_limits(cgroups, own(tmp_path, "0::/pods/one\n"))) == [(8 * GIB, 7 * GIB)]
 
 
-def test_the_first_version(tmp_path):
+def test_limits_of_the_first_version_of_cgroups_are_read(tmp_path):
     directory = tmp_path / "cg" / "memory" / "docker"
     directory.mkdir(parents=True)
     (directory / "memory.limit_in_bytes").write_text(str(2 * GIB))

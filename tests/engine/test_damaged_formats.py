@@ -310,7 +310,7 @@ def e4m3(code: int) -> float:
     return sign * (mantissa / 8 * 2.0**-6 if not exponent else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
-def test_all_codes_of_fp8() -> None:
+def test_every_code_of_fp8_has_its_number() -> None:
     codes = [code for code in range(256) if code & 127 != 127] + [0, 0]  # the other two are NaN
     tensors = Tensors(
         {
@@ -323,7 +323,7 @@ def test_all_codes_of_fp8() -> None:
     assert torch.equal(found, torch.tensor([e4m3(code) / 8 for code in codes]))
 
 
-def test_all_scales_of_mxfp4() -> None:
+def test_every_scale_of_mxfp4_is_its_power_of_two() -> None:
     """2^(e − 127), down to numbers that are subnormal; 255 is not a number."""
     scales = torch.arange(255, dtype=torch.uint8).view(255, 1)
     tensors = Tensors(

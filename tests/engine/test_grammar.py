@@ -76,7 +76,7 @@ def test_more_answers_validate(model):
 
 
 @pytest.mark.parametrize("device", [False, True])
-def test_kinds_of_grammars(model, device):
+def test_answers_match_grammars_of_every_kind(model, device):
     lark = 'start: "(" inner ")"\ninner: "a" | "[" inner "]"'
     grammars = {
         "regex": (FOUR_DIGITS, lambda text: len(text) == 4 and text.isdigit()),

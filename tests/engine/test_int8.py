@@ -126,7 +126,7 @@ def layer(form: str, dtype: torch.dtype, bias: Tensor | None, threads: int = 1) 
         ),
     ],
 )
-def test_products(dtype, form, threads) -> None:
+def test_products_are_those_of_the_reference_whatever_rows_are_beside(dtype, form, threads) -> None:
     """Every size of a tile, several of them, outputs that do not fill a panel, inputs that are padded, no row."""
     weight, bias = weight_of(dtype), random(OUTPUTS, dtype=dtype)
     linear, plain = layer(form, dtype, bias, threads), layer(form, dtype, None, threads)

@@ -327,7 +327,7 @@ def test_weights_in_four_bits_and_fp8_take_adapters(adapted, how, tmp_path):
 
 
 @pytest.mark.parametrize("variant", variants((), ("llama",)))
-def test_families(variant, checkpoint, tmp_path):
+def test_every_family_answers_as_its_merged_checkpoint(variant, checkpoint, tmp_path):
     model = checkpoint(variant)
     fused = ("qkv_proj", "gate_up_proj")
     adapter = make_adapter(tmp_path / "a", model, targets=ATTENTION if variant in EXPERTS else (*ALL, *fused))

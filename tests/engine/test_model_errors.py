@@ -255,7 +255,7 @@ def test_a_tensor_that_only_the_index_has_is_named(tmp_path):
     assert caught.value.field == "b.weight"
 
 
-def test_no_weights_at_all(model):
+def test_a_directory_without_weights_is_refused(model):
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
         load(model)

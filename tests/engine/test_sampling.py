@@ -355,7 +355,7 @@ def test_a_top_p_of_zero_keeps_the_largest():
     assert drawn(x, [row(temperature=5.0, top_p=0.0)])[0].token_id == int(x.argmax())
 
 
-def test_when_a_choice_ends():
+def test_a_choice_ends_at_a_stop_token_or_at_its_limit():
     params = SamplingParams(max_tokens=5, min_tokens=3, stop_token_ids=(50,))
     assert finish_reason(2, 2, 20, params, (2,), 100) is None
     assert finish_reason(2, 3, 20, params, (2,), 100) is FinishReason.STOP

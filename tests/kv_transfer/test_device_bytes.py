@@ -59,7 +59,7 @@ def rank_of(make: Callable[..., Any], transfer: TransferConfig, fake: FakeCuda, 
 
 
 @pytest.mark.usefixtures("no_kernel")
-def test_a_sending_rank(transfer):
+def test_a_sending_rank_allocates_no_more_than_is_left_to_it(transfer):
     fake = FakeCuda()
     rank = rank_of(SenderRank, transfer, fake)
     assert 0.9 * device_bytes("prefill", transfer, on_cuda=False) <= fake.allocated

@@ -67,7 +67,7 @@ def test_sum64_is_the_sum_of_words_and_the_sum_weighted_by_place():
     assert digest([data], SUM64) == total.to_bytes(8, "little") + weighted.to_bytes(8, "little")
 
 
-def test_kinds_and_settings():
+def test_each_device_has_its_kinds_and_the_stricter_setting_holds():
     assert CpuCopier.digest_kinds == (XXH3_128, SUM64)
     assert CudaCopier.digest_kinds == (SUM64,)
     assert [stricter("off", "sample"), stricter("all", "sample"), stricter("off", "off")] == [

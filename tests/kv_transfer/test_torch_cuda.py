@@ -54,7 +54,7 @@ def test_a_thread_selects_the_card_and_then_its_stream(calls):
     assert calls == [("set_device", CARD), ("set_stream", stream)]
 
 
-def test_streams_and_events(calls):
+def test_events_are_recorded_and_awaited_on_the_given_stream(calls):
     cuda = TorchCuda(CARD)
     stream = cuda.new_stream()
     event: Any = cuda.record(stream)
@@ -67,7 +67,7 @@ def test_streams_and_events(calls):
     assert calls == [("current_stream", CARD), ("stream", stream)]
 
 
-def test_memory(monkeypatch):
+def test_device_memory_is_of_the_card_and_host_memory_is_pinned(monkeypatch):
     noted: list[dict[str, Any]] = []
 
     def empty(size: int, **options: Any) -> int:
