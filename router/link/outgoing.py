@@ -42,6 +42,7 @@ class Outgoing:
         for entries in (self._credit, self._cancel, self._close, self._status):
             entries.clear()
         self._beat = False
+
     def frames(self) -> Iterator[link_pb2.RouterFrame]:
         """Remove all entries and return their frames."""
         while self._credit or self._cancel or self._close or self._status or self._beat:

@@ -218,7 +218,9 @@ class Settlement:
 
     async def _send(self, run: int, *arguments: Argument) -> Any:
         identity = self._router_id, int(ROUTER_LEASE_SECONDS * 1000), run
-        return await self._script(self._keys.settle(run), [*identity, *arguments], ANSWER_MULTIPLE * SCRIPT_SECONDS)
+        return await self._script(
+            self._keys.settle(run), [*identity, *arguments], ANSWER_MULTIPLE * SCRIPT_SECONDS
+        )
 
     async def _settle_forever(self) -> None:
         renewed = 0.0

@@ -137,7 +137,9 @@ def test_typed_errors_cross_the_wire(stream: Streamer, router: StubRouter, error
     assert caught.value.retry_after_seconds == error.retry_after_seconds
 
 
-def test_a_deadline_ends_the_stream_and_cancels_it_at_the_router(stream: Streamer, router: StubRouter) -> None:
+def test_a_deadline_ends_the_stream_and_cancels_it_at_the_router(
+    stream: Streamer, router: StubRouter
+) -> None:
     router.inference.hang_after = 2
     with pytest.raises(DeadlineError):
         stream(router.address, "x", timeout_seconds=0.3)
