@@ -56,7 +56,7 @@ class _Pace:
         self.tokens += tokens
 
     def line(self, cached: int | None) -> str:
-        """For below the answer."""
+        """The line to show below an answer."""
         if not self.tokens:
             return "no answer"
         parts = [f"first token {(self.first - self.asked) * 1e3:.0f} ms", f"{self.tokens} tokens"]

@@ -33,7 +33,7 @@ def table(left: Iterable[str], right: Iterable[str] = (), *, head: str = "bold",
 
 
 def text(of: Mapping[str, Any], name: str) -> str:
-    """What controls a terminal is replaced: a router passes on what workers say about themselves."""
+    """A field as text, its control characters replaced: a router passes workers' texts on as they are."""
     value = of.get(name)
     if value in (None, ""):
         return MISSING
@@ -47,7 +47,7 @@ def answer_text(answer: str) -> str:
 
 
 def cell(of: Mapping[str, Any], name: str) -> Text:
-    """For a table, which would read markup from a plain string: names and IPv6 addresses have brackets as well."""
+    """A field for a table, which would read markup from a plain string: names and IPv6 addresses have brackets as well."""
     return Text(text(of, name))
 
 

@@ -93,7 +93,7 @@ def encode(step: int, tokens: int) -> bytes:
 
 
 class Count:
-    """What the reader has decoded."""
+    """Numbers of frames and tokens that the reader has decoded."""
 
     def __init__(self) -> None:
         self.frames = 0

@@ -40,7 +40,7 @@ class Environment:
         subprocess.run([*command, *arguments], check=True, env={**os.environ, **variables})
 
     def output(self, *arguments: str) -> str:
-        """What this environment's Python prints for `arguments`. Raises CalledProcessError."""
+        """Run this environment's Python with `arguments` and return its output. Raises CalledProcessError."""
         command = [str(self.binaries / "python"), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

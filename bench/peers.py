@@ -108,7 +108,7 @@ def _baton(context: Context, folder: Path, flags: Sequence[str]) -> Iterator[str
 
 
 def rounds(context: Context, servers: dict[str, Server], count: int) -> Iterator[Measured]:
-    """What has been measured so far, after each round."""
+    """Measure all servers, in turns; yield all figures so far after each round."""
     measured: Measured = {name: {} for name in servers}
     for number in range(count):
         turns = list(servers.items())

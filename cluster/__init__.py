@@ -1,1 +1,1 @@
-"""What every process shares: config, errors, membership, block hashes, the radix index, telemetry."""
+"""Shared by every process: config, errors, membership, block hashes, the radix index, telemetry."""

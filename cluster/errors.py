@@ -32,7 +32,7 @@ BatonError
 └── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
     │   ├── EngineBusyError        503 UNAVAILABLE         a worker's machine was too busy for this request
-    │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the request's grammar and its other options leave no token
+    │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the grammar leaves no token, or takes too much to follow
     ├── EngineFailedError                                  an engine stopped in a step that ran this request
     └── UnreadableAnswerError                              the router cannot turn an answer's tokens into text or parts
 """
@@ -250,7 +250,8 @@ class EngineBusyError(EngineRequestError):
 
 
 class GrammarDeadEndError(EngineRequestError):
-    """No token is left that the request's grammar and its other options allow. Every engine would fail in the same way."""
+    """The request's grammar and its other options allow no token, or the grammar takes more time or memory to follow than
+    a worker allows. Every engine would fail in the same way."""
 
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400

@@ -77,7 +77,7 @@ def _environments_token() -> str:
 
 
 def _content(file: str) -> bytes:
-    """Of a file that Ray's environment names (RAY_TLS_…, RAY_AUTH_TOKEN_PATH). Raises SetupError."""
+    """The content of a file that Ray's environment names (RAY_TLS_…, RAY_AUTH_TOKEN_PATH). Raises SetupError."""
     try:
         return Path(file).read_bytes()
     except OSError as error:
@@ -215,7 +215,7 @@ class _Call(Generic[Result]):
         return self._ended.wait(seconds)
 
     def result(self) -> Result:
-        """Of a call that has ended. Raises what it raised."""
+        """The result of a call that has ended. Raises the call's exception."""
         if self._error is not None:
             raise self._error
         return self._results[0]

@@ -95,7 +95,7 @@ class DecodeAttempt:
 
     @property
     def first_token_seconds(self) -> float:
-        """From the arrival of the request to this engine's first token; 0 before it."""
+        """Seconds from the arrival of the request to this engine's first token; 0 before it."""
         return self.first_token - self.received if self.first_token is not None else 0.0
 
     def left_engine(self, done: RequestDone | None) -> None:

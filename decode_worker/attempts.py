@@ -66,7 +66,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         return attempt
 
     def enter(self, attempt: DecodeAttempt) -> None:
-        """From now on the engine's results for it are taken."""
+        """Take the engine's results for it from now on."""
         self.by_engine_id[attempt.engine_id] = attempt
 
     def end(

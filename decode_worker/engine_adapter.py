@@ -40,7 +40,7 @@ class HandoffEngineAdapter:
         self._at_committed = parts.faults.point(Point.DECODE_COMMITTED)
 
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
-        """Its grammar is compiled afterwards, and the commit waits for that."""
+        """Reserve for a hand-off. Its grammar is compiled afterwards, and the commit waits for that."""
         self._parts.health.check_accepting()
         self._check(request)
         attempt = self._attempts.open_new(request)

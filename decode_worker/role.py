@@ -204,7 +204,8 @@ class DecodeRole:
         await asyncio.gather(*map(self._return_one, attempts))
 
     async def _return_one(self, attempt: DecodeAttempt) -> None:
-        """Its log has all tokens computed so far before its end, so that the router continues after them."""
+        """Return an attempt to its router. Its log has all tokens computed so far before its end: the router continues
+        after them."""
         error = DrainingError(f"{self._parts.identity.worker_id} is leaving")
         if attempt.machine.state not in (DecodeState.DECODING, DecodeState.ENDED):
             await self.abort(attempt.transfer_id, error)

@@ -1,4 +1,4 @@
-"""What is in an image, by the databases that it holds itself: Debian's packages (dpkg) and Python's (their metadata).
+"""Contents of an image, by the databases that it holds itself: Debian's packages (dpkg) and Python's (their metadata).
 
 `document` is a CycloneDX 1.6 file; the same image gives the same bytes. Libraries inside wheels (UCX in NIXL's, OpenBLAS
 in numpy's) are not components of their own: a wheel's licence names them, or its own SBOM does.
@@ -94,7 +94,7 @@ def _debian(root: Path) -> Iterator[Package]:
 
 
 def _debian_licenses(root: Path, name: str) -> tuple[str, ...]:
-    """Those that its copyright file names, in its machine-readable form or by reference to common licences."""
+    """The licences that its copyright file names, in its machine-readable form or by reference to common licences."""
     file = _inside(root, Path("usr/share/doc") / name / "copyright")
     if not file.is_file():
         return (UNKNOWN,)
@@ -143,7 +143,7 @@ def _python_licenses(one: Distribution) -> tuple[str, ...]:
 
 
 def _bytes(one: Distribution) -> int:
-    """Of the files that it installed and that are still there."""
+    """Bytes of the files that it installed and that are still there."""
     total = 0
     for file in one.files or ():
         try:

@@ -192,7 +192,7 @@ def mirror() -> str:
 
 
 def name_of(target: str) -> str:
-    """As the chart names it with image.registry and image.repository of NAME."""
+    """The image's name as the chart has it, with image.registry and image.repository of NAME."""
     return f"{NAME}/{target}:{tag_of(target)}"
 
 
@@ -215,7 +215,7 @@ def build(target: str, base: str, cpu_index: str | None = None) -> Built:
 
 
 def pip_settings() -> dict[str, str]:
-    """Those of this machine, of its environment too, by name (`global.index-url`, `:env:.find-links`)."""
+    """Settings of this machine's pip, of its environment too, by name (`global.index-url`, `:env:.find-links`)."""
     settings = {}
     for line in run([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         name, _, value = line.partition("=")
@@ -224,7 +224,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def mounts(folder: Path, settings: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    """What pip needs inside the build as it does here: its settings, in one file in `folder`, and what they name."""
+    """Mounts for pip inside the build: its settings as here, in one file in `folder`, and the files that they name."""
     lines, paths = ["[global]"], {_CERTIFICATES}
     for name, value in settings.items():
         key = name.rpartition(".")[2]

@@ -137,7 +137,7 @@ def _format(model: ModelConfig, config: EngineConfig) -> formats.StoredFormat | 
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
-    """For the log, before the weights are loaded: the bytes that they will take."""
+    """A line for the log, before the weights are loaded: the bytes that they will take."""
     line = f"weights take {weight_bytes(model, config, untied_head=untied_head)} bytes on each rank"
     if (how := _format(model, config)) is None:
         return line

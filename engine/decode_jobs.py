@@ -42,7 +42,7 @@ Piece = NDArray[np.int64] | Call  # a compiled list of jobs, or a call between t
 
 @dataclass(frozen=True)
 class _Work:
-    """What operations hand to each other, [rows, width] each."""
+    """Buffers between operations, [rows, width] each."""
 
     x: Tensor
     y: Tensor
@@ -81,12 +81,12 @@ class _Parts:
 
     @property
     def row_bytes(self) -> int:
-        """Of the widest row in int8."""
+        """Bytes of the widest row in int8."""
         return max(one.row_bytes for one in self._linears if isinstance(one, JobLinear))
 
     @property
     def _linears(self) -> list[object]:
-        """Without adapters."""
+        """The layers' products, without adapters."""
         return [self.decoder.head, *(base_of(one) for x in self.decoder.layers for one in _products(x))]
 
     @property
@@ -106,8 +106,8 @@ class _Parts:
         )  # fmt: skip
 
     def count_of_jobs(self, adapted: bool) -> int:
-        """Of one step: a product of int8 is two of them. Beside products a layer has heads, attention, the norms that its
-        family has, and a gate if it is dense. Several ranks look tokens up together: not as a job."""
+        """Jobs of one step: a product of int8 is two of them. Beside products a layer has heads, attention, the norms
+        that its family has, and a gate if it is dense. Several ranks look tokens up together: not as a job."""
         layers = self.decoder.layers
         norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
         products = [one for x in layers for one in _products(x)]
@@ -118,7 +118,8 @@ class _Parts:
 
 
 class DecodeJobs:
-    """For a rank's whole share of a model. `make` says whether there can be one, `takes` whether it computes a step."""
+    """Lists of jobs for a rank's whole share of a model. `make` says whether there can be one, `takes` whether it
+    computes a step."""
 
     def __init__(self, parts: _Parts, step: StepBuffers):
         self._parts = parts
@@ -297,7 +298,7 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
 
 
 def _run_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor, rows: int) -> None:
-    """What experts of this rank add to the stream, chosen for the step's rows."""
+    """Compute what this rank's experts, chosen for the step's rows, add to the stream, into `delta`."""
     delta[:rows].copy_(experts(y[:rows], ops.gate))
 
 
@@ -310,6 +311,6 @@ def _copy_row_maxima(row_maxima: Callable[[Tensor], Tensor], x: Tensor, out: Ten
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:
-    """Those that are jobs in every step."""
+    """The layer's products that are jobs in every step."""
     mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, Mlp) else ()
     return layer.qkv, layer.output, *mlp

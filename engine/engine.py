@@ -90,11 +90,11 @@ class Runner(Protocol):
         ...
 
     def take_scores(self) -> list[Scores]:
-        """Those of the scored items of the last step, in order."""
+        """Take the scores of the scored items of the last step, in order."""
         ...
 
     def take_pooled(self) -> list[Tensor]:
-        """Of the pooled items of the last step, in order: float32 [hidden]."""
+        """Take the vectors of the pooled items of the last step, in order: float32 [hidden]."""
         ...
 
 

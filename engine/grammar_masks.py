@@ -145,7 +145,7 @@ class _Filler:
 
 
 def _without_frames(error: EngineRequestError) -> EngineRequestError:
-    """Its frames name the sequence, which would then live as long as the future that is kept for it."""
+    """The error without its frames: these name the sequence, which would live as long as the future that is kept."""
     chain, cause = set[BaseException](), error.__cause__ or error.__context__
     error.__traceback__ = None
     while cause is not None and cause not in chain:  # an error that is raised from itself is its own cause

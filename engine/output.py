@@ -152,7 +152,7 @@ class OutputProcessor:
         self._scheduler.spare.release()
 
     def _with_masks(self, live: list[Sequence]) -> list[Sequence]:
-        """Those whose next masks are there, or need none. For others this is the last token of the step."""
+        """The sequences whose next masks are there, or that need none. For others this is the last token of the step."""
         if not (masked := [s for s in live if s.request.grammar is not None]):
             return live
         self._masks.prepare(masked)

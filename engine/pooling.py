@@ -15,7 +15,7 @@ from engine.step_delta import StepDelta
 
 
 def pool(hidden: Tensor, delta: StepDelta) -> list[Tensor]:
-    """Of each pooled item of the step, what its rows add: float32 [hidden]. `hidden` is [tokens, hidden]."""
+    """For each pooled item of the step, its rows' part of the vector: float32 [hidden]. `hidden` is [tokens, hidden]."""
     firsts = (delta.counts.cumsum() - delta.counts).tolist()
     return [
         _part(Pooling(kind), hidden[firsts[item] : firsts[item] + rows])
@@ -24,7 +24,7 @@ def pool(hidden: Tensor, delta: StepDelta) -> list[Tensor]:
 
 
 def _part(kind: Pooling, rows: Tensor) -> Tensor:
-    """Of a mean the sum. A copy: the next step writes to the hidden states' memory."""
+    """Pool these rows alone; of a mean, their sum. A copy: the next step writes to the hidden states' memory."""
     if kind is Pooling.MEAN:
         return rows.sum(0, dtype=torch.float32)
     if kind is Pooling.MAX:
@@ -33,7 +33,7 @@ def _part(kind: Pooling, rows: Tensor) -> Tensor:
 
 
 def joined(kind: Pooling, before: Tensor | None, part: Tensor) -> Tensor:
-    """What a prompt's chunks come to, after another one."""
+    """Combine the pooled chunks so far (`before`, None at first) with the next one."""
     if before is None or kind is Pooling.LAST_TOKEN:
         return part
     if kind is Pooling.CLS:

@@ -23,8 +23,8 @@ RANGE_ENTRIES = 1 << 22  # logits at a time: 16 MiB, beside as much for their lo
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Of consecutive tokens, each given those before it. Column 0 is the token itself, the others are the most probable
-    tokens in order."""
+    """Scores of consecutive tokens, each given those before it. Column 0 is the token itself, the others are the most
+    probable tokens in order."""
 
     ranks: npt.NDArray[np.uint32]  # [tokens]: place by log probability; 1 = no token is more probable
     token_ids: npt.NDArray[np.uint32]  # [tokens, 1 + alternatives]
@@ -39,7 +39,7 @@ class Scores:
         return bool(np.isfinite(self.logprobs[:, 0]).all())
 
     def part(self, begin: int, end: int | None = None) -> Scores:
-        """Those of the tokens from `begin` to `end`, without a copy."""
+        """The scores of the tokens from `begin` to `end`, without a copy."""
         return Scores(self.ranks[begin:end], self.token_ids[begin:end], self.logprobs[begin:end])
 
 

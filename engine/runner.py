@@ -128,12 +128,12 @@ class ModelRunner:
         return self._run(delta, drawn)
 
     def take_scores(self) -> list[Scores]:
-        """Those of the scored items of the last step, in order."""
+        """Take the scores of the scored items of the last step, in order."""
         scores, self._scores = self._scores, []
         return scores
 
     def take_pooled(self) -> list[Tensor]:
-        """Of the pooled items of the last step, in order: float32 [hidden]."""
+        """Take the vectors of the pooled items of the last step, in order: float32 [hidden]."""
         pooled, self._pooled = self._pooled, []
         return pooled
 

@@ -25,7 +25,7 @@ _LINE = 64  # every array begins at a cache line
 
 @dataclass(frozen=True)
 class Padding:
-    """What recorded steps (engine/graphs) need beside sequences."""
+    """Sizes of recorded steps (engine/graphs), whose buffers have rows beside those of sequences."""
 
     items: int  # of the largest step, with padding
     tokens: int

@@ -1,4 +1,4 @@
-"""What one step changes in every rank's step buffers: tokens, new entries of the block tables, copies.
+"""Changes of one step in every rank's step buffers: tokens, new entries of the block tables, copies.
 
 Blocks that a row of the table holds already are not sent again: a step of 256 sequences at 8k context is 6 KB and not
 0.5 MB.

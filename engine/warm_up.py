@@ -1,4 +1,4 @@
-"""What a rank compiles, loads and records before its first request, in stages.
+"""The start of a rank, in stages: all that it compiles, loads and records before its first request.
 
     load_model    probe of the attention kernels ─► weights ─► kernels are compiled ─► largest step, KV pool
     ModelRunner   buffers of the first steps ─► a recording per size of a decode step ─► draws

@@ -48,7 +48,7 @@ class HandoffReport:
 
 
 class DecodeEngine(Protocol):
-    """What the receiver asks of the decode worker."""
+    """Calls of the receiver to the decode worker."""
 
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
         """Reserve all blocks or none. Raises BlocksExhaustedError with a retry hint, or StaleTransferError."""

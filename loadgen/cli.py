@@ -164,7 +164,7 @@ def _configs(protocols: list[ProtocolName], targets: list[str], flags: Mapping[s
 
 
 def _problem(where: Sequence[int | str], said: str) -> str:
-    """What pydantic says about settings, by the names of their flags."""
+    """An error of pydantic about a setting, with its flag's name."""
     said = re.sub(r"`(\w+)`", lambda found: _flag(found[1]), said.removeprefix("Value error, "))
     named = [one for one in where if isinstance(one, str)]
     return f"{_flag(named[-1])}: {said}" if named else said
@@ -253,7 +253,7 @@ def _why_not(config: LoadConfig, address: str) -> str:
 
 
 def _context(config: LoadConfig, address: str) -> ssl.SSLContext | None:
-    """What a client of `address` trusts; None without TLS: making one reads certificates, which takes 20 ms."""
+    """The TLS context for clients of `address`; None without TLS: making one reads certificates, which takes 20 ms."""
     if not config.has_tls and not address.startswith("https://"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What one load run does."""
+"""Settings of one load run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class LoadConfig(_Frozen):
 
     @property
     def has_tls(self) -> bool:
-        """Of gRPC; for HTTP the target's https:// decides."""
+        """Whether gRPC uses TLS; for HTTP the target's https:// decides."""
         return self.tls or self.tls_ca is not None or self.tls_cert is not None
 
     @property

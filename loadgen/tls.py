@@ -1,4 +1,4 @@
-"""What a load's clients trust, and the certificate that they show."""
+"""TLS of a load's clients: the authorities that they trust, and the certificate that they show."""
 
 from __future__ import annotations
 

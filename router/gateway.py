@@ -1,4 +1,4 @@
-"""What the HTTP and the gRPC endpoint share: validation, admission, and the measuring of every request."""
+"""Common parts of the HTTP and the gRPC endpoint: validation, admission, and the measuring of every request."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RequestGateway:
         return next((one for one in serving if one.validator.limits.keeps(name)), serving[0])
 
     def _adapters_of(self, model: str) -> ModelAdapters:
-        """Those that the model's workers have loaded, or are to load."""
+        """The adapters that the model's workers have loaded, or are to load."""
         # Workers without a name serve the first model
         registered = (model, "") if model == self.config.served_name else (model,)
         return ModelAdapters(
@@ -380,12 +380,12 @@ class RequestGateway:
         return [f"no {missing} worker is available"] if missing else []
 
     def why_not_served(self) -> dict[str, str]:
-        """By model that cannot be served now: why. Of a router with several models."""
+        """Why models cannot be served now, by model. Empty for a router of one model."""
         missing = self.services.placement.eligibility.missing_roles() if self.config.models else {}
         return {model: f"no {role} worker is available" for model, role in missing.items()}
 
     def warnings(self) -> list[str]:
-        """What is wrong, and keeps no request from being served. Without addresses: `/ready` needs no key."""
+        """Problems that keep no request from being served, without addresses: `/ready` needs no key."""
         live = [one.status for one in self.services.members.all if one.lease == "live"]
         seconds = max((status.ray_head_silent_seconds or 0 for status in live), default=0)
         if seconds < RAY_HEAD_SILENT_SECONDS:

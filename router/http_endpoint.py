@@ -83,7 +83,7 @@ class HttpEndpoint:
         return [f"{client[0]}:{client[1]}" for client in clients if client]  # as connection_of names them
 
     async def serve(self) -> None:
-        """Until `stop`."""
+        """Serve until `stop`."""
         await self._server.serve(sockets=self._listeners)
 
     async def accept_last(self) -> None:

@@ -1,4 +1,4 @@
-"""What a router needs of Redis: the registry, the prefix index, which may be apart, and the routers' own tables."""
+"""Rights of a router in Redis: the registry, the prefix index, which may be apart, and the routers' own tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rights(namespace: str) -> Rights:
 
 
 def index_rights(namespace: str) -> Rights:
-    """Of a user of the prefix index's own Redis."""
+    """The rights of a user of the prefix index's own Redis."""
     return Rights(
         "router-index",
         keys=(prefix(namespace, "*") + "*",),  # the copies of slots too (cluster/index/slot_keys.py)

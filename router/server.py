@@ -158,7 +158,7 @@ class Router:
         self._services.links.keep_only(workers)
 
     async def _read_files(self) -> None:
-        """Those that have changed."""
+        """Read again the files that have changed."""
         await asyncio.to_thread(self._keys.refresh)
         await asyncio.to_thread(self._http.refresh)
 
@@ -217,7 +217,8 @@ class Router:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _close_ports(self, member: Member) -> None:
-        """Once the parent is gone, so that a new router can have them; what is open is served until `close`."""
+        """Close the ports once the parent is gone, so that a new router can have them; what is open is served until
+        `close`."""
         await member.parent.ended.wait()
         await asyncio.gather(self._http.close_port(), self._grpc.stop(self._config.drain_seconds))
 

@@ -1,1 +1,1 @@
-"""What both roles are made of: engine thread, TP ranks, gRPC start-up, attempts, beats, registration, drain."""
+"""Common parts of both roles: engine thread, TP ranks, gRPC start-up, attempts, beats, registration, drain."""

@@ -91,7 +91,7 @@ class AdapterChanges:
 
     @property
     def refused_text(self) -> str | None:
-        """For the worker's status. Any thread."""
+        """The refusals for the worker's status. Any thread."""
         return encode(dict(self.refusals))
 
     async def follow(self) -> None:
@@ -130,8 +130,8 @@ class AdapterChanges:
             await self._announce()
 
     async def wait_followed(self) -> None:
-        """Until `follow` has ended once, for START_SECONDS at most: a worker that registered before would get requests
-        for the model alone, and in a rolling update none might be left with the adapters."""
+        """Wait until `follow` has ended once, for START_SECONDS at most: a worker that registered before would get
+        requests for the model alone, and in a rolling update none might be left with the adapters."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 await self._followed.wait()

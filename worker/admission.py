@@ -149,7 +149,7 @@ class Admission:
             self._admit_beside_long_prompt()
 
     def _admit_beside_long_prompt(self) -> None:
-        """Only of the highest class in which a tenant with nothing inside waits."""
+        """Admit tenants with nothing inside, only of the highest class in which one waits."""
         longest = max(self._inside.values())
         beside, asked = self._inside_tokens - longest, False
 

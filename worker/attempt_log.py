@@ -1,4 +1,4 @@
-"""What one attempt has produced and its router has not acknowledged yet: columns per choice, then one end.
+"""Output of one attempt that its router has not acknowledged yet: columns per choice, then one end.
 
 Tokens stay until the router's credit acknowledges them, so a link that broke continues at any position that the router
 may still ask for. A choice holds at most its share of a window of tokens; what is beyond it pauses the request at the
@@ -79,7 +79,7 @@ class PromptLog(ChoiceLog):
         self.tokens += scores.token_ids[:, 0].tolist()
 
     def add_embedding(self, token_id: int, vector: bytes) -> None:
-        """As the one token, at position 1. Raises ValueError if there is one."""
+        """Add the embedding as the one token, at position 1. Raises ValueError if there is one."""
         if self.end != self.first:
             raise ValueError(f"an embedding came, position {self.end} of the prompt was next")
         token = common_pb2.Token(choice=self.choice, position=self.first, token_id=token_id, embedding=vector)
@@ -109,7 +109,7 @@ class AttemptLog:
 
     @classmethod
     def of(cls, spec: common_pb2.GenerateSpec, changed: Callable[[], None]) -> AttemptLog:
-        """For an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
+        """The log of an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
         log = cls(spec.first_choice, max(1, spec.n), position, changed)
         if spec.sampling.prompt_logprobs or spec.sampling.pooling:
@@ -192,7 +192,7 @@ class AttemptLog:
             self._changed()
 
     def end(self, end: common_pb2.AttemptEnd) -> None:
-        """Only the first end counts: what came later could not know it was too late."""
+        """End the attempt. Only the first end counts: later ones were on their way when it came."""
         if self.end_event is None:
             self.end_event = end
             self._changed()

@@ -147,7 +147,7 @@ class Attempts(Generic[A]):
         return attempt
 
     def forget(self, transfer_id: bytes) -> None:
-        """From now on the transfer id is refused."""
+        """Forget the attempt; its transfer id is refused from now on."""
         if (attempt := self._live.pop(transfer_id, None)) is not None:
             attempt.log.release_room()
             self._ended.add(transfer_id)

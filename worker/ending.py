@@ -82,7 +82,7 @@ class Ending:
 
     @property
     def then(self) -> Then:
-        """What is done after the drain, "exit" unless a request to drain named it."""
+        """The action after the drain, "exit" unless a request to drain named another."""
         return self._drain.result() if self._drain.done() else "exit"
 
     async def failure(self) -> BaseException:

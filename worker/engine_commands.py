@@ -1,4 +1,4 @@
-"""What the engine's thread is to run between two steps."""
+"""Calls for the engine's thread to run between two steps."""
 
 from __future__ import annotations
 

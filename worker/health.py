@@ -108,7 +108,7 @@ class Health:
         return why + self.why_not_live()
 
     def warnings(self) -> list[str]:
-        """What is wrong, and keeps no request from being served."""
+        """Problems that keep no request from being served."""
         silent = self._ray_head_silent()
         return [f"{silent}: {WITHOUT_RAY_HEAD}"] if silent else []
 

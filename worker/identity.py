@@ -1,4 +1,4 @@
-"""What a worker tells its peers about itself: its id, epoch, address and KV layout."""
+"""A worker's description of itself for its peers: its id, epoch, address and KV layout."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class PromptTokens(dict[int, common_pb2.Token]):
         return bool(self._packed) or len(self) > 0
 
     def add(self, position: int, scores: Scores) -> None:
-        """Those of the tokens from `position` on."""
+        """Add the scores of the tokens from `position` on."""
         self._packed.append((position, scores))
 
     def get(self, position: int, default: common_pb2.Token | None = None) -> common_pb2.Token | None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What a worker needs of Redis: the registry and the prefix index, which may be apart."""
+"""Rights of a worker in Redis: the registry and the prefix index, which may be apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rights(namespace: str) -> Rights:
 
 
 def index_rights(namespace: str) -> Rights:
-    """Of a user of the prefix index's own Redis."""
+    """The rights of a user of the prefix index's own Redis."""
     return Rights(
         "worker-index",
         keys=(prefix(namespace, "*") + "*",),  # the copies of slots too (cluster/index/slot_keys.py)

@@ -115,8 +115,9 @@ class Autoscaler:
         return decisions[0]
 
     def _observe(self, model: str, workers: Sequence[WorkerInfo], pools: Pools) -> Observation:
-        """Of several models, a worker that names no model is the first one's, and one that names none of these is of no
-        pool, as a router places on it. Where the first one's name is not known, all others are its workers."""
+        """Observe one model's pools. Of several models, a worker that names no model is the first one's, and one that
+        names none of these is of no pool, as a router places on it. Where the first one's name is not known, all others
+        are its workers."""
         first, *further = self._platforms
 
         def model_of(one: WorkerInfo) -> str:

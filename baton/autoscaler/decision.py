@@ -1,4 +1,4 @@
-"""What the policy reads and what it decides: observations of the pools, decisions with their reasons."""
+"""Input and output of the policy: observations of the pools, decisions with their reasons."""
 
 from __future__ import annotations
 

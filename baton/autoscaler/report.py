@@ -1,4 +1,4 @@
-"""What the policy shows of its decisions: log lines and metrics."""
+"""Log lines and metrics of the policy's decisions."""
 
 from __future__ import annotations
 

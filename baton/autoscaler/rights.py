@@ -1,4 +1,4 @@
-"""What `baton autoscale` needs of Redis: to read the registry, and its own lease."""
+"""Rights of `baton autoscale` in Redis: to read the registry, and its own lease."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of a line of the output file."""
+    """One line of the output file, without its response."""
 
     custom_id: str
     ok: bool

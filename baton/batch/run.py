@@ -110,7 +110,7 @@ def _lock(output: BinaryIO, target: Path) -> None:
 async def _send(
     left: Iterator[lines.Request], output: BinaryIO, sending: Sending, tally: Tally, show: Shown
 ) -> None:
-    """As many requests at a time as `concurrency`; no further one is read before one of them has its answer."""
+    """Send requests, `concurrency` at a time; no further one is read before one of them has its answer."""
 
     async def one_after_another() -> None:
         for request in left:

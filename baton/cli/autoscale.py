@@ -90,7 +90,7 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
         return self
 
     def limits_of(self, pools: ModelPools, role: Role) -> PoolLimits:
-        """Of a further model's pool: what its entry leaves out, such as the GPUs of a replica, is the first model's."""
+        """The limits of a pool. Those that a further model's entry leaves out, as its GPUs, are the first model's."""
         own = pools.prefill if role == "prefill" else pools.decode
         return self.pool(role).model_copy(update=own.model_dump(exclude_unset=True))
 

@@ -161,5 +161,5 @@ def _check_reachable(targets: str, tls: ClientTls | None) -> None:
 
 
 def client_tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
-    """What a command's TLS flags say; None: plain text."""
+    """The client's TLS files, from a command's flags; None: plain text."""
     return ClientTls(ca, cert, key) if ca or cert or key else None

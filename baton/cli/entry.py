@@ -1,4 +1,4 @@
-"""What the program `baton` runs: Ctrl-C while the commands are imported, which takes a second, ends it without a
+"""Entry point of the program `baton`: Ctrl-C while the commands are imported, which takes a second, ends it without a
 traceback."""
 
 from __future__ import annotations

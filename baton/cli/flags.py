@@ -36,7 +36,7 @@ class Flags:
         return command
 
     def values(self, model: type[Frozen], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the flags that were given, nested as `model` is."""
+        """The values of the flags that were given, nested as `model` is."""
         nested: dict[str, Any] = {}
         for path, name in self._names[model].items():
             if (value := given.get(name)) in (None, []):
@@ -75,7 +75,7 @@ class Flags:
 
 
 def _option_type(annotation: Any) -> Any:
-    """What Typer parses a flag of this type into; the model checks the rest."""
+    """The type to which Typer parses a flag with this annotation; the model checks the rest."""
     if get_origin(annotation) in (UnionType, Union):
         (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
     return list[str] if get_origin(annotation) is tuple else annotation

@@ -152,7 +152,7 @@ def _key_hint(error: BatonError) -> str:
 
 
 def missing_install(module: str | None) -> str | None:
-    """What pip must install for a module that a command has not found; None = nothing of this package brings it."""
+    """The requirement, for pip, of a module that a command has not found; None = no extra of this package installs it."""
     name = (module or "").partition(".")[0]
     extra = next((extra for extra, modules in _INSTALLS.items() if name in modules), None)
     if extra is None:

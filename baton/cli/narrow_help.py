@@ -10,7 +10,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class _Folded:
-    """What Typer colours names with; rich cuts a text without an overflow of its own in a table's column."""
+    """Typer's highlighter of names, folding long ones: rich cuts a text that has no overflow of its own in a column."""
 
     colours: Any
 

@@ -1,4 +1,4 @@
-"""What commands print: one console, so that progress and lines do not tear each other."""
+"""The console of all commands: one, so that progress bars and lines do not tear each other."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def say(line: str) -> None:
 
 
 def progress_console() -> Console:
-    """For what shows that work goes on: not part of a command's output, so on stderr."""
+    """The console for progress: it is no part of a command's output, so it is on stderr."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)

@@ -55,7 +55,7 @@ def show(
 
 
 def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:
-    """What is missing from `view` shows as a dash: routers of other versions may say less, or more."""
+    """Render `view` as tables. Missing fields show as a dash: routers of other versions may have fewer, or more."""
     workers = sorted(view.get("workers") or (), key=lambda item: (text(item, "role"), text(item, "id")))
     parts: list[RenderableType] = [_headline(view, wide), *_ray(workers), Text()]
     parts.append(_workers(workers, wide) if workers else Text("no workers", style="yellow"))

@@ -174,7 +174,7 @@ def run(options: UpOptions) -> None:
 
 
 def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
-    """What a newcomer needs next. The first line is for programs that wait for it."""
+    """Print the next steps for a newcomer. The first line is for programs that wait for it."""
     router = options.router_config(0)
     body = json.dumps({"model": router.served_model_name, "prompt": "Once upon a time", "max_tokens": 32})
     curl = ["curl"]

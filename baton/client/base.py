@@ -1,4 +1,4 @@
-"""What both clients share: their arguments, their requests, and what a stream has received."""
+"""Common parts of both clients: their arguments, their requests, and what a stream has received."""
 
 from __future__ import annotations
 

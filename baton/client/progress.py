@@ -175,7 +175,7 @@ class StreamProgress:
         return taken
 
     def _take_prompt(self, tokens: Iterable[common_pb2.Token]) -> tuple[TokenLogprob, ...]:
-        """Those that are new: another router begins again while the prompt is not complete."""
+        """Take the new tokens among these: another router begins again while the prompt is not complete."""
         taken: list[TokenLogprob] = []
         for token in tokens:
             expected = len(self._prompt) + 1

@@ -41,7 +41,7 @@ def _numbers(quantities: Mapping[str, str]) -> dict[str, float]:
 
 
 def pods_of(values: Values) -> list[PodNeed]:
-    """Those of values that values.py makes: workers of one pod each, and no Ray."""
+    """The pods of values that values.py makes: workers of one pod each, and no Ray."""
     routers = values.get("router", {}).get("replicas", ROUTERS)
     pods = [PodNeed("router", _numbers(_ROUTER))] * routers
     pods += [PodNeed("redis", _numbers(_REDIS))]

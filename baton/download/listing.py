@@ -1,4 +1,4 @@
-"""What a repository of the Hub holds: names, sizes and hashes of its files."""
+"""The files of a repository of the Hub: names, sizes and hashes."""
 
 from __future__ import annotations
 

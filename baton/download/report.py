@@ -1,4 +1,4 @@
-"""What a download shows to people: bars on a terminal, else a line now and then."""
+"""Progress of a download, as people see it: bars on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DownloadReport:
     """Shows nothing. Called by several threads, for a file by one of them at a time. Sizes are bytes."""
 
     def expect(self, files: int, size: int) -> None:
-        """What there will be in all, files included that are here already. Called again when the download begins."""
+        """Announce all files and their size, with those that are here already. Called again when the download begins."""
 
     def wait(self, directory: Path, have: int) -> None:
         """Another process downloads to the directory, where `have` bytes are. Called again and again until it ends."""

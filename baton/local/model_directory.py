@@ -92,7 +92,7 @@ def _from_elsewhere(given: str) -> str:
 
 
 def _nearby(directory: Path) -> str:
-    """What the directory is instead, or the directory below or above it that has a config.json."""
+    """The end of an error's message: the kind of this directory, or one below or above it that has a config.json."""
     if (directory / "adapter_config.json").is_file():
         return ": it holds a LoRA adapter, which is served beside its base model: --lora NAME=DIR"
     for snapshot in sorted(directory.glob("snapshots/*"))[:1000]:  # the Hub's cache

@@ -41,7 +41,7 @@ ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
 
 
 class UpOptions(Frozen):
-    """What `baton up` starts. `router` and `worker` hold given settings, nested like RouterConfig and WorkerConfig; worker
+    """Settings of `baton up`. `router` and `worker` hold given settings, nested like RouterConfig and WorkerConfig; worker
     settings apply to both roles. `sections` come from a file, by the names in SECTIONS; the former have precedence."""
 
     panel = "Options"
@@ -222,12 +222,12 @@ class UpOptions(Frozen):
 
     @property
     def models(self) -> list[FurtherModel | None]:
-        """Of the workers: None stands for the first one."""
+        """The workers' models; None stands for the first one."""
         return [None, *self.router_config(0).models]
 
     @property
     def workers(self) -> list[tuple[Role, FurtherModel | None]]:
-        """Those to start, by role and model."""
+        """The workers to start, by role and model."""
         counts: dict[Role, int] = {"decode": self.decode, "prefill": self.prefill_workers}
         models = self.models
         return [(role, model) for role, count in counts.items() for model in models for _ in range(count)]
@@ -279,7 +279,7 @@ class UpOptions(Frozen):
 
     @property
     def _draft_model(self) -> Path | None:
-        """Of decode workers, as an absolute path."""
+        """The draft model of decode workers, as an absolute path."""
         given = self._given_engine("decode").get("draft_model")
         return Path(str(given)).absolute() if given is not None else None
 

@@ -1,4 +1,4 @@
-"""What can be known of a start before any process is started: models, settings, adapters, devices, memory, files, ports.
+"""Checks of `baton up` before any process is started: models, settings, adapters, devices, memory, files, ports.
 
 A worker would find most of this too, after half a minute, and its reason would stand in a log.
 """

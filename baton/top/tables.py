@@ -35,7 +35,7 @@ Worker = Mapping[str, Any]
 def workers_table(
     workers: Sequence[Worker], flows: Sequence[Mapping[str, Any]], detail: Detail, room: int | None
 ) -> Table:
-    """At most `room` rows, preferring workers in trouble and the fullest ones, in the order of their names."""
+    """A table of at most `room` rows, preferring workers in trouble and the fullest ones, in the order of their names."""
     gap = 1 if detail == "tight" else 2
     made = table(("role", "worker", "state"), ("run", "wait"), head="dim", gap=gap)
     made.add_column("KV", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What two processes of one router carry, beside one.
+"""The load that two processes of one router carry, beside that of one.
 
 Pairs of runs in alternating order, with the same streams at the same pace. The load is unsaturated and fixed, so processor
 time is the figure: how many streams fill 0.7 of a core of each process follows from it.

@@ -1,5 +1,5 @@
-"""What clients that read slowly, or not at all, cost a router: memory that it holds for each, and processor time; and
-what they cost the streams of clients that read.
+"""Costs of clients that read slowly, or not at all: a router's memory for each, its processor time, and the delay of
+streams whose clients read.
 
 Stub workers send tokens as fast as their credit allows. A client's kernel takes little, the router's own as much as it is
 asked to; what lies between is the router's.

@@ -1,4 +1,4 @@
-"""What a step costs beside its computation, with many sequences at long contexts: scheduling, and sending plans to ranks.
+"""Costs of a step beside its computation, with many sequences at long contexts: scheduling, and sending plans to ranks.
 
 The engine is real, its model computes nothing. Plans are sent over a process group of two processes, as between ranks of
 one worker.

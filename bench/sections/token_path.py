@@ -27,7 +27,7 @@ SECONDS = 6.0
 
 @dataclass(frozen=True)
 class Load:
-    """What one run measures; `bounds` by figure, as ratios to the other commit."""
+    """The load of one run; `bounds` by figure, as ratios to the other commit."""
 
     name: str
     flags: tuple[str, ...]

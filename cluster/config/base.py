@@ -1,4 +1,4 @@
-"""What settings models share, and their settings as a flat list: what flags, help and docs/settings.md are made from."""
+"""Base of the settings models, and their settings as a flat list, the source of flags, help and docs/settings.md."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Setting:
 
     @property
     def default(self) -> str:
-        """As help and docs/settings.md show it; empty where the description says what holds."""
+        """The default as help and docs/settings.md show it; empty where the description says what holds."""
         value = self.field.default
         if self.field.is_required() or self.field.default_factory or value in (None, "", ()):
             return ""

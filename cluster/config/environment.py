@@ -67,7 +67,7 @@ def _checked(
 
 
 def _as_field(kind: Any, field: FieldInfo) -> Any:
-    """Its type with the bounds and the reading of sizes that the field adds."""
+    """The field's type with its bounds and its reading of sizes."""
     return Annotated[kind, *field.metadata] if field.metadata else kind
 
 
@@ -85,7 +85,7 @@ def _variable(path: tuple[str, ...]) -> str:
 
 
 def variables(config: type[Frozen]) -> set[str]:
-    """Those of the environment that give settings of `config`."""
+    """The environment's variables that give settings of `config`."""
     names = {name.upper() for name in config.model_fields}
     return {
         variable

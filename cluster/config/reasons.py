@@ -8,7 +8,7 @@ from cluster.config.base import Frozen, Setting, flag_text, flags, settings
 
 
 def reason(problem: ErrorDetails, model: type[Frozen]) -> str:
-    """Without the setting's name, but where one is missing: a section's is that of the settings that it needs."""
+    """The reason without the setting's name, unless one is missing: a section's names the settings that it needs."""
     path = tuple(map(str, problem["loc"]))
     below = [one for one in settings(model) if one.path[: len(path)] == path]
     if problem["type"] == "missing" and (required := [one for one in below if one.field.is_required()]):

@@ -310,12 +310,12 @@ class RouterConfig(
 
     @property
     def served_name(self) -> str:
-        """Of the first model."""
+        """The name of the first model."""
         return self.served_model_name or self.model.name
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Of all models, the first before the others."""
+        """The names of all models, the first before the others."""
         return (self.served_name, *(one.name for one in self.models))
 
     @property
@@ -351,7 +351,7 @@ class RouterConfig(
         return self.given_most_of_model(name) or half
 
     def given_most_of_model(self, name: str) -> int:
-        """As the settings give it; 0 = they don't."""
+        """The limit of a model that the settings give; 0 = none."""
         own = next((one.max_concurrent_requests for one in self.models if one.name == name), 0)
         return own or self.max_concurrent_requests_per_model
 

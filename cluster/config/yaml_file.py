@@ -30,7 +30,7 @@ class _NamedTwice(Exception):
 
 
 def read_yaml(path: Path, field: str) -> Any:
-    """What it holds. Raises ConfigError, whose text copies nothing of it: there may be secrets in it."""
+    """Return the file's content. Raises ConfigError, whose text copies nothing of it: there may be secrets in it."""
     try:
         return yaml.load(path.read_text(), _Loader)
     except OSError as error:

@@ -48,7 +48,7 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class FaultAction:
-    """What the code at the point has to do itself."""
+    """A fault that the code at the point has to carry out itself."""
 
     act: Act
     seconds: float = 0.0

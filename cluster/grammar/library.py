@@ -147,7 +147,7 @@ def is_mismatch(matcher: LLMatcher) -> bool:
 
 
 class Costs(NamedTuple):
-    """What a matcher has used until its last mask, in the library's units."""
+    """Resources that a matcher has used until its last mask, in the library's units."""
 
     lexer_cost: int  # of the states of the lexer, which copies of one matcher share, and add to
     all_items: int  # of the parser for this answer

@@ -41,7 +41,7 @@ def levels(schema: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def _objects_in(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of `children` that are objects, in any order."""
+    """The children that are objects, in any order."""
     found: list[Any] = []
     for keyword in part.keys() & _KEYWORDS:
         inner = part[keyword]

@@ -1,4 +1,4 @@
-"""What placement needs of a worker, in the packed form that Redis keeps in `facts`, and which workers form a KV group."""
+"""Facts about a worker for placement, packed as Redis keeps them in `facts`, and which workers form a KV group."""
 
 from __future__ import annotations
 

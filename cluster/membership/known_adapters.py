@@ -1,4 +1,4 @@
-"""What a process has read of the wanted adapters, and the changes that Redis has lost of it.
+"""The wanted adapters as a process has last read them, and the changes among them that Redis has lost.
 
 Workers and routers read the hash every second and remember the last change of each name, by its number. A name in Redis
 with a lower number, or with none, was lost: Redis was emptied or rolled back. It counts as it is remembered, and is
@@ -132,7 +132,8 @@ def _numbered(read: Mapping[bytes, bytes], entries: Mapping[str, Wanted]) -> dic
 
 
 def _last_removed(changes: Mapping[str, Change]) -> dict[str, Change]:
-    """Without what is remembered as removed beyond MAX_REMOVED: the same that RESTORE drops, or it would not end."""
+    """The changes without removals beyond the last MAX_REMOVED: the same that RESTORE drops, or writing back would not
+    end."""
     removed = sorted((change.number, name) for name, change in changes.items() if change.entry is None)
     dropped = {name for _, name in removed[:-MAX_REMOVED]}
     return {name: change for name, change in changes.items() if name not in dropped}
@@ -151,7 +152,7 @@ class WantedAdapters:
 
     @property
     def wanted(self) -> Mapping[str, Wanted]:
-        """By name; the same object while nothing changes."""
+        """The wanted adapters by name; the same object while nothing changes."""
         return self._known.wanted
 
     @property
@@ -245,7 +246,7 @@ class WantedReader:
         return self._known.wanted
 
     def _restore(self, lost: Mapping[str, Change]) -> None:
-        """What is not written back now is at the next reading."""
+        """Write changes back. Where this fails, the next reading does it."""
         try:
             self._client.eval(RESTORE, 1, self._key, *arguments(lost))
         except redis.RedisError as error:

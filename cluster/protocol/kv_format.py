@@ -31,7 +31,7 @@ def side(policy: str, *, of_decode: bool) -> str:
 
 
 def dtype_name(kv_dtype: str, dtype: str) -> str:
-    """What the setting `kv_dtype` of one role means where `dtype` is computed in."""
+    """The dtype of KV under the setting `kv_dtype` of one role, in a model that computes in `dtype`."""
     return INT8 if kv_dtype == INT8 else dtype
 
 

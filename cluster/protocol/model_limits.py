@@ -89,7 +89,7 @@ def check_file(file: Path) -> int:
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
-    """That with an output head, also of a base model."""
+    """The architecture with an output head, also of a base model."""
     name = _stored_name(raw)
     return BASES.get(name, name)
 

@@ -54,7 +54,7 @@ _MAX_DIMENSIONS = 1024  # entries of matryoshka_dimensions
 
 @dataclass(frozen=True)
 class Embedding:
-    """What the router needs to answer with embeddings."""
+    """Facts about a checkpoint that the router needs to answer with embeddings."""
 
     pooling: Pooling
     dimensions: int  # of a vector

@@ -101,7 +101,7 @@ class Finder:
         return address
 
     def _in_thread(self) -> asyncio.Future[tuple[Address, float]]:
-        """In one of its own: while all seeds are silent, searches would fill the few threads that resolve names."""
+        """Search on a thread of its own: while all seeds are silent, searches would fill the few that resolve names."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="redis-search")
         try:
             return asyncio.get_running_loop().run_in_executor(pool, self._find_at)
@@ -159,6 +159,6 @@ def _answered(asked: dict[Future[Address], Address], seconds: float, reasons: li
 
 
 def _retrieved(search: asyncio.Future[tuple[Address, float]]) -> None:
-    """Its callers may all have given up."""
+    """Mark its error as retrieved: its callers may all have given up."""
     if not search.cancelled():
         search.exception()

@@ -60,7 +60,7 @@ class RedisMemory:
 
     @property
     def when_full(self) -> str:
-        """What happens then, under a policy that does not evict the index alone."""
+        """The consequence of a full Redis whose policy does not evict the index alone, as the end of a sentence."""
         if self.policy.startswith("allkeys-"):
             return "evicts leases, load and quotas too"
         return "takes no new entries of the prefix index"

@@ -60,7 +60,7 @@ class BoundedReader:
 
 
 class BoundedParser(_HiredisParser):
-    """For redis-py's blocking clients."""
+    """A bounded parser for redis-py's blocking clients."""
 
     def on_connect(self, connection: Any, **options: Any) -> None:
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class BoundedParser(_HiredisParser):
 
 
 class BoundedAsyncParser(_AsyncHiredisParser):
-    """For redis-py's asyncio clients."""
+    """A bounded parser for redis-py's asyncio clients."""
 
     def on_connect(self, connection: Any) -> None:
         super().on_connect(connection)  # type: ignore[no-untyped-call]

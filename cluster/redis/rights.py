@@ -1,4 +1,4 @@
-"""What a component needs of Redis: the ACL rules of its user, and what a user lacks.
+"""The rights of a component in Redis: the ACL rules of its user, and those that a user lacks.
 
 Redis's own refusals name neither the key nor, from inside a script, what to grant. `lacking` asks for every command and
 key in a transaction that is discarded, so nothing is executed.

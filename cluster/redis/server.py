@@ -1,4 +1,4 @@
-"""What Baton requires of a Redis server, by its INFO."""
+"""Requirements on a Redis server, checked by its INFO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDEST = (6, 2)
 
 
 def why_unusable(info: Mapping[str, Any], kind: Kind | None) -> str:
-    """What to use instead of a server with this INFO, which a URL of this kind leads to; "" if it can be used."""
+    """The reason why a server with this INFO, at a URL of this kind, cannot be used, and what to use; "" if it can."""
     # Forks write suffixes, and a proxy may leave lines out: what is not said is no reason.
     version = tuple(int(number) for number in re.findall(r"\d+", _version(info))[:2])
     if version and version < OLDEST:

@@ -56,7 +56,7 @@ class Seeds:
 
 
 def seeds_of(url: str) -> Seeds | None:
-    """What a URL of several servers says; None for a URL of one server. Raises ConfigError without the URL's text."""
+    """The seeds in a URL of several servers; None for a URL of one server. Raises ConfigError without the URL's text."""
     kind = _kind(url)
     if kind is None:
         return None

@@ -33,7 +33,7 @@ END_SECONDS = 10.0
 
 
 class Server(Protocol):
-    """As `grpc.aio.Server`."""
+    """The part of `grpc.aio.Server` that is used here."""
 
     async def stop(self, grace: float | None) -> None: ...
 

@@ -95,11 +95,11 @@ class Health:
             self._watchers.discard(task)
 
     async def _send_statuses(self, service: str, context: Context) -> NoReturn:
-        told = None
+        sent = None
         while True:
             changed, now = self._changed, self._statuses.get(service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
-            if now != told:
-                told = now
+            if now != sent:
+                sent = now
                 await self._write(pb.HealthCheckResponse(status=now), context)
             await changed.wait()
 

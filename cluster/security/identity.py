@@ -110,7 +110,7 @@ def _file_of(content: bytes) -> Iterator[str]:
 
 
 def _advice(error: Exception) -> str:
-    """What to do, and what OpenSSL's few words on files mean."""
+    """The end of an error's message: advice, and the meaning of OpenSSL's terse errors about files."""
     if isinstance(error, PermissionError):
         return "; this user needs the right to read all of them"
     if not isinstance(error, ssl.SSLError):

@@ -39,7 +39,7 @@ def encode(registry: Collector, accept: str) -> tuple[bytes, str]:
 
 
 def accepts_open_metrics(accept: str) -> bool:
-    """By the media type alone: with the versions that clients name there would be any number of formats."""
+    """Whether the header accepts OpenMetrics, by the media type alone: its versions would make any number of formats."""
     return any(one.partition(";")[0].strip() == OPEN_METRICS for one in accept.split(","))
 
 

@@ -109,7 +109,7 @@ def _value(node: yaml.Node, default: Any, path: tuple[str, ...], line: int, line
 
 
 def _comment(lines: list[str], line: int, path: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """What stands right above a key, at its indent."""
+    """The text and the schema keywords of the comment right above a key, at its indent."""
     indent = len(lines[line]) - len(lines[line].lstrip())
     first = line
     while first and lines[first - 1].startswith(" " * indent + "#"):
@@ -192,7 +192,7 @@ def _schema(value: Value, shared: dict[int, str]) -> dict[str, Any]:
 
 
 def make_table(values: list[Value]) -> str:
-    """A row a key. What stands at several places is told where it stands first."""
+    """One row per key. A value with several places is described at its first one, by which the others refer to it."""
     rows = ["| key | default | what it is |", "|---|---|---|"]
     first: dict[int, str] = {}
     for value in values:
@@ -201,13 +201,13 @@ def make_table(values: list[Value]) -> str:
 
 
 def _rows(value: Value, first: dict[int, str]) -> list[str]:
-    told = first.setdefault(value.anchor, value.name)
+    described = first.setdefault(value.anchor, value.name)
     if value.is_leaf:
-        if told != value.name:
+        if described != value.name:
             return []
         return [f"| `{value.name}` | {_code(value.default)} | {_about(value)} |"]
-    if told != value.name:
-        return [f"| `{value.name}.*` | | As `{told}.*`. |"]
+    if described != value.name:
+        return [f"| `{value.name}.*` | | As `{described}.*`. |"]
     rows = [row for child in value.children for row in _rows(child, first)]
     as_before = len(rows) < len(value.children)
     heading = (
@@ -247,7 +247,7 @@ def with_table(readme: str, table: str) -> str:
 
 
 def made_files() -> dict[Path, str]:
-    """What `make chart` writes."""
+    """The files that `make chart` writes, with their content."""
     values = read_values((CHART / "values.yaml").read_text())
     schema = json.dumps(make_schema(values), indent=1, ensure_ascii=False) + "\n"
     readme = CHART / "README.md"

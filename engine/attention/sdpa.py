@@ -79,7 +79,7 @@ class SdpaBackend:
             self._flat = self._flat.new_empty(2 * self._shape.num_kv_heads * tokens * self._shape.head_dim)
 
     def _chunks(self, step: StepBuffers) -> list[Chunk]:
-        """Those that are computed here, one after the other."""
+        """The chunks that are computed here, one after the other."""
         return step.chunks + step.single_chunks()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class SdpaBackend:
         return out.view(q.shape[0], -1)
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """For backends that compute single tokens separately."""
+        """Attention of single tokens, for backends that compute them separately."""
 
     def _attend_spans(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         window, sinks = self._shape.windows[layer], self._sinks(layer)

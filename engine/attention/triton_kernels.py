@@ -118,7 +118,7 @@ def attend_keys(
 
 @triton.jit
 def sink_weight(sinks, there, largest):
-    """What attention sinks add to sums of weights. `sinks`: addresses of their logits; `largest`: the rows' largest
+    """The share of attention sinks in sums of weights. `sinks`: addresses of their logits; `largest`: the rows' largest
     scores, binary logarithms, to which the weights are relative. It is bounded, so that a sum stays finite where all
     scores are far below the sink; the row's result is then 0."""
     return tl.exp2(tl.minimum(tl.load(sinks, mask=there, other=0.0) * LOG2_E - largest, 126.0))
@@ -177,7 +177,7 @@ def attend_prompts(
 
 @triton.jit
 def split_keys(end, window, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr):
-    """Of the last token of so many: where the keys that it sees begin, and the length of their splits."""
+    """Where the keys that the last of `end` tokens sees begin, and the length of their splits."""
     first = tl.maximum(end - window, 0) // KEYS * KEYS
     length = (end - first + SPLITS - 1) // SPLITS
     return first, tl.maximum((length + KEYS - 1) // KEYS * KEYS, SPLIT)

@@ -66,7 +66,8 @@ class AdaptedLinear:
         return y
 
     def adapter_jobs(self, x: int, out: int) -> list[Job]:
-        """What is added to the rows at `out`, as jobs for any step that has `listed` its rows; addresses."""
+        """Jobs that add the adapters' product to the rows at `out`, for any step that has `listed` its rows. `x`, `out`:
+        addresses."""
         from engine.ops import cpu_adapters, cpu_jobs
 
         step, (_, parts, most, inputs) = self._step, self._a.shape

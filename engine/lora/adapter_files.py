@@ -39,7 +39,7 @@ _PARSED = 8  # Python's objects take so much more than their text
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a rank's outputs of a module: x Aᵀ Bᵀ."""
+    """An adapter's matrices for a rank's outputs of a module, to which x Aᵀ Bᵀ is added."""
 
     a: Tensor  # [rank, the share's inputs]
     b: Tensor  # [the outputs of the share's parts, rank], times the scaling
@@ -59,7 +59,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Share:
-    """What of an adapter a rank keeps, and in which type: its numbers must be finite there."""
+    """The part of an adapter that a rank keeps, and its type, in which all numbers must be finite."""
 
     model: ModelConfig
     max_rank: int
@@ -226,7 +226,7 @@ def _checked(
 def _sides(
     tensors: Sequence[StoredTensor], wanted: Mapping[str, Sequence[Part]]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """By module: its A and B."""
+    """A and B of each module."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         name = tensor.name

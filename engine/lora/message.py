@@ -1,4 +1,4 @@
-"""What the leader tells the other ranks of adapters, and what each rank answers; it travels as steps do."""
+"""Messages about adapters from the leader to the other ranks, and their answers; they travel as steps do."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Part:
 
     @property
     def own_inputs(self) -> int:
-        """Of this rank."""
+        """The number of inputs of this rank's share."""
         return int(self.columns.stop - self.columns.start)
 
     def own_b(self, config: ModelConfig, b: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class AdapterReading:
         self._threads: list[threading.Thread] = []  # those that may still run
 
     def begin(self, directory: Path, below: Path | None = None) -> None:
-        """What was read before is dropped. `below`: the directory that this one may not lead out of."""
+        """Begin to read an adapter; drop the one that was read before. `below`: a directory that `directory` may not lead
+        out of."""
         self.drop()
         attempt = self._attempt = _Attempt()
         self._threads = [one for one in self._threads if one.is_alive()]
@@ -94,7 +95,7 @@ class AdapterReading:
         return Answer(State.READ, attempt.adapter.digest)
 
     def take(self) -> Adapter:
-        """What was read. It is not kept any longer."""
+        """Return the adapter that was read, and keep it no longer."""
         assert self._attempt is not None and self._attempt.adapter is not None, "it has been read"
         adapter, self._attempt = self._attempt.adapter, None
         return adapter

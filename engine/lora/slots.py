@@ -57,7 +57,7 @@ def _compile(team: KernelTeam) -> None:
 
 
 def _most_parts(model: ModelConfig, size: int) -> int:
-    """Of one product on any rank."""
+    """The largest number of parts of one product, on any rank."""
     return max(len(one) for at in range(model.num_layers) for one in products(model, at, 0, size).values())
 
 

@@ -54,7 +54,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(name: str, entry: Any) -> tuple[int, StoredTensor]:
-    """With the place of its first byte."""
+    """The tensor of an entry, and the place of its first byte."""
     known: dict[str, Any] = entry if isinstance(entry, dict) else {}
     stored: Any = known.get("dtype")
     shape: Any = known.get("shape")

@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def table_of_layer(self) -> tuple[int, ...]:
-        """Of each layer, which of the rotary tables (`rotary.rotary_tables`) it takes."""
+        """For each layer, the number of its rotary table (`rotary.rotary_tables`)."""
         local = self.local_rope is not None
         return tuple(int(local and window > 0) for window in self.windows)
 

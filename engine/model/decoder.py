@@ -159,7 +159,7 @@ class Decoder:
         return self.whole_logits(self.head(hidden))
 
     def whole_logits(self, share: Tensor) -> Tensor:
-        """What the head gives on this rank, [rows, own tokens] → float32 [rows, vocab]."""
+        """Logits of all ranks from this rank's share of the head's output: [rows, own tokens] → float32 [rows, vocab]."""
         return self.finish(self.group.gather_last(share).float())
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Decoder:
         return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
     def _sum(self, ops: LayerOps, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """What a part of a layer adds to the stream."""
+        """Sum a part's output over the ranks, add its bias and norm it: the result is added to the stream."""
         whole = self.group.all_reduce(share)
         if bias is not None:
             whole = whole + bias
@@ -192,7 +192,7 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def _finish_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """What the family does to float32 logits; may work in place."""
+    """The family's last operation on float32 logits; it may work in place."""
     cap, divisor = config.logits_cap, config.logits_divisor
     if cap:
         return lambda logits: logits.div_(cap).tanh_().mul_(cap)

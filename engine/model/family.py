@@ -1,4 +1,4 @@
-"""What distinguishes a model family from Llama: a map of tensor names, flags, and the keys of config.json that it reads.
+"""Differences of a model family from Llama: a map of tensor names, flags, and the keys of config.json that it reads.
 
 Flags are resolved when a model is loaded: most become another order of rows or another scale of the weights.
 """
@@ -43,7 +43,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class ExpertFlags:
-    """What distinguishes the families' mixtures of experts; sizes and the rest are keys (experts.py)."""
+    """Differences between the families' mixtures of experts; sizes and the rest are keys (experts.py)."""
 
     names: ExpertNames = ExpertNames()
     # sigmoid: with a correction, by groups of experts; softmax of chosen: over the logits of the chosen experts only
@@ -93,7 +93,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of config.json, or of its text_config: those that are read."""
+        """The keys of config.json, or of its text_config, that are read."""
         read = {*_READ, *self.defaults} | ({self.activation_key} - self.fixed.keys())
         read |= {self.bias_key} if self.attention_bias == "by key" else set()
         read |= {"mlp_bias"} if self.mlp_bias else set()

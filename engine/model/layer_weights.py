@@ -222,7 +222,8 @@ class Rows:
 
 
 def rows_of(names: Sequence[str], sizes: Sequence[int], own: Sequence[slice]) -> list[Rows]:
-    """Of each product, `own` rows, in the tensor of its name. Products of one name follow each other in one tensor."""
+    """The rows to read: of each product `own`, in the tensor of its name. Products of one name follow each other in one
+    tensor."""
     found = []
     for index, (name, rows) in enumerate(zip(names, own, strict=True)):
         of_name = [size if other == name else 0 for other, size in zip(names, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""What config.json alone says against the settings. Free of torch: `baton up` asks before it starts any process."""
+"""Settings that config.json alone rules out. Free of torch: `baton up` checks them before it starts any process."""
 
 from __future__ import annotations
 

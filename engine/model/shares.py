@@ -1,4 +1,4 @@
-"""What the ranks of a model share equally, and how many bytes of weights one of them has."""
+"""Shares of a model's ranks: what must be divisible by their number, and the bytes of weights of one of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _dimensions(model: ModelConfig, expert_parallel: bool) -> Iterator[tuple[str
 
 
 class Sizes(NamedTuple):
-    """Of one rank's weights; biases are left out."""
+    """Sizes of one rank's weights; biases are left out."""
 
     matrices: int  # numbers in the layers' products
     outputs: int  # output channels of these

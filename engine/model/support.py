@@ -33,13 +33,15 @@ class Column:
 
 
 COLUMNS = {
-    "CPU, fp32": Column("tests/engine/test_parity.py::test_logits_are_the_references_at_every_position"),
-    "TP 2": Column("tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
+    "CPU, fp32": Column(
+        "tests/engine/model/test_parity.py::test_logits_are_the_references_at_every_position"
+    ),
+    "TP 2": Column("tests/engine/model/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
     "handed over, TP 1 ↔ 2": Column(
-        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
+        "tests/engine/model/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
     ),
     "CPU, int8 (W8A8)": Column(
-        "tests/engine/test_int8.py::test_models_are_those_of_the_reference",
+        "tests/engine/quant/test_int8.py::test_models_are_those_of_the_reference",
         tuple(name for name in _DENSE if name not in WRAPPERS),
         refused=tuple(name for name in FAMILIES if name not in _DENSE),
     ),
@@ -48,12 +50,12 @@ COLUMNS = {
         (*_DENSE, "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
     ),
     "whole experts over the ranks": Column(
-        "tests/engine/test_parity_ranks.py::test_ranks_of_whole_experts_give_the_output_of_one",
+        "tests/engine/model/test_parity_ranks.py::test_ranks_of_whole_experts_give_the_output_of_one",
         tuple(name for name in FAMILIES if name not in _DENSE),
         "",
     ),
     "CPU, bf16": Column(
-        "tests/engine/test_parity_bf16.py::test_logits_are_as_near_as_the_references",
+        "tests/engine/model/test_parity_bf16.py::test_logits_are_as_near_as_the_references",
         (
             "LlamaForCausalLM",
             "Qwen3ForCausalLM",

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_numba() -> bool:
-    """By import: an installed numba may lack its llvmlite, or refuse the installed numpy."""
+    """Whether numba can be imported: an installed one may lack its llvmlite, or refuse the installed numpy."""
     try:
         importlib.import_module("numba")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What adapters add to the rows of a product, compiled by numba: y += x Aᵀ Bᵀ, the rows of an adapter one after the other.
+"""Adapters' part of the rows of a product, compiled by numba: y += x Aᵀ Bᵀ, the rows of an adapter one after the other.
 
 A is stored as [slot, part, rank, input], B as [slot, rank, output], both bf16 or fp32. The rows of a step and their slots
 come sorted by slot, so that an adapter's weights stay in the first-level cache while its rows pass; rows without an

@@ -1,4 +1,4 @@
-"""What the CPU's kernels are built from: compilation by numba, pointers, bits of floats, LLVM instructions."""
+"""Building blocks of the CPU's kernels: compilation by numba, pointers, bits of floats, LLVM instructions."""
 
 from __future__ import annotations
 

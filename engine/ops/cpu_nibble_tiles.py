@@ -232,7 +232,7 @@ def _group_steps(number, group, inputs):
 
 @njit(inline="always")
 def _slice_steps(steps, part):
-    """Of a group of `steps`, up to _SLICE_STEPS in each part."""
+    """Begin and end of a part of a group of `steps`, and the number of parts, each of up to _SLICE_STEPS."""
     parts = (steps + _SLICE_STEPS - 1) // _SLICE_STEPS
     return steps * part // parts, steps * (part + 1) // parts, parts
 

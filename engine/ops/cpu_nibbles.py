@@ -108,7 +108,7 @@ def _panels(weight: CodedWeight, inputs: int, offsets: bool) -> Tensor:
 
 
 def panel_bytes(outputs: int, inputs: int, group: int, *, offsets: bool) -> int:
-    """Of all panels of a matrix."""
+    """Bytes of all panels of a matrix."""
     groups = -(-inputs // group) if group else 1
     return -(-outputs // PANEL) * (inputs * PANEL // 2 + groups * COLUMNS_BYTES * (1 + offsets))
 

@@ -54,7 +54,7 @@ def supported(kind: str = BF16) -> bool:
 
 
 def _shape() -> list[int]:
-    """What ldtilecfg reads (Intel's manual, volume 1, 18.2), as words: palette 1; bytes of a row of each register. The
+    """The operand of ldtilecfg (Intel's manual, volume 1, 18.2), as words: palette 1; bytes of a row of each register. The
     seventh, their rows, is that of the panel's two registers."""
     data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[0] * 6, *[REGISTER_ROWS] * 2, *[0] * 8])
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, 64, 8)]

@@ -138,7 +138,7 @@ def row_scale(kind, head, offset, page, dim): ...
 
 @overload(row_scale, inline="always")
 def _row_scale_of(kind, head, offset, page, dim):
-    """What the numbers of a head's token are multiplied by; `head`: the address of the head's plane in a block."""
+    """The scale by which the numbers of a head's token are multiplied; `head`: address of the head's plane in a block."""
     if isinstance(kind, types.Boolean):
         return lambda kind, head, offset, page, dim: load(halves(head + page * dim), offset)
     return lambda kind, head, offset, page, dim: F(1.0)

@@ -98,11 +98,11 @@ class Sorted:
         return torch.searchsorted(self.counts.cumsum(0), at, right=True).clamp_(max=len(self.counts) - 1)
 
     def own_pairs(self) -> Tensor:
-        """Those of held experts; waits for the device."""
+        """The pairs of held experts; waits for the device."""
         return self.pairs[: self.groups[-1][2] if self.groups else 0]
 
     def is_own(self) -> Tensor:
-        """Of each pair, whether its expert is held."""
+        """Whether its expert is held, for each pair."""
         return torch.arange(len(self.pairs), device=self.pairs.device) < self.counts.sum()
 
 

@@ -26,14 +26,14 @@ def inputs_together(group: int) -> int:
 
 
 def row_sizes(kind: str, group: int) -> dict[str, int]:
-    """Of multiply_row_codes: the fastest of 20 measured on an H100 at the 8B shape of Llama."""
+    """Sizes for multiply_row_codes: the fastest of 20 measured on an H100 at the 8B shape of Llama."""
     columns = inputs_together(group) if group else ROW_INPUTS
     rows = 1 if kind == NIBBLES else 4
     return {"ROWS": rows, "TILES": ROW_INPUTS // columns, "COLUMNS": columns, "num_warps": 2}
 
 
 def tile_sizes(rows: int, group: int) -> dict[str, int]:
-    """Of multiply_codes, by the rows of x."""
+    """Sizes for multiply_codes, by the rows of x."""
     together = inputs_together(group)
     if rows <= 16:
         return {"ROWS": 16, "OUTPUTS": 32, "INPUTS": together, "num_warps": 4, "num_stages": 5}

@@ -23,7 +23,7 @@ def quantize_sizes(width: int) -> dict[str, int]:
 
 
 def tile_sizes(rows: int, *, hopper: bool) -> dict[str, int]:
-    """Of multiply_int8, by the rows of x."""
+    """Sizes for multiply_int8, by the rows of x."""
     if rows <= 16:
         return {"ROWS": 16, "OUTPUTS": 32, "INPUTS": 256, "num_warps": 4, "num_stages": 4}
     if rows <= 64:

@@ -202,7 +202,7 @@ class DistributedGroup:
 
 
 def _limit_operations(seconds: float) -> None:
-    """Of the process group, those that begin from now on."""
+    """Set the time limit of the process group's operations that begin from now on."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
 

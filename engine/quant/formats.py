@@ -225,7 +225,7 @@ def _part(group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _naive(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> StoredFormat:
-    """What compressed-tensors' first releases called all formats of 8 bits."""
+    """Read `naive-quantized`, the name of compressed-tensors' first releases for all formats of 8 bits."""
     read = _float_group if weights.get("type") == "float" else _int_group
     return read(name, weights, rows)
 

@@ -132,7 +132,7 @@ class Scratch:
         self._codes, self._scales = torch.empty(0, dtype=torch.uint8), torch.empty(0)
 
     def addresses(self, rows: int, row_bytes: int) -> tuple[int, int]:
-        """Of codes and scales."""
+        """Addresses of codes and scales."""
         if self._codes.numel() < rows * row_bytes:
             self._codes = torch.empty(rows * row_bytes, dtype=torch.uint8)
         if self._scales.numel() < rows:

@@ -61,7 +61,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the share."""
+        """The shape of the share."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 

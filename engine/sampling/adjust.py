@@ -86,7 +86,7 @@ class Adjustments:
 
 
 def adjustments_of(rows: Sequence[Row], vocab: int) -> tuple[Adjustments, dict[int, EngineRequestError]]:
-    """What changes the rows' logits, and by number the rows that fail because their parameters cannot be applied."""
+    """The rows' changes of logits, and by number the rows that fail because their parameters cannot be applied."""
     adjustments, failed = Adjustments(vocab), dict[int, EngineRequestError]()
     for i, row in enumerate(rows):
         try:

@@ -128,7 +128,7 @@ def _sorted(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _mass_of_all(logits: Tensor, values: Tensor, cuts: _Cuts, nucleus: Tensor) -> Tensor:
-    """What the vocabulary's masses add up to, [rows, 1], relative to the largest; for rows with top-p alone."""
+    """Sum of the masses of the whole vocabulary, [rows, 1], relative to the largest; for rows with top-p alone."""
     rows = (nucleus & (cuts.top_k == 0) & (cuts.min_p == 0))[:, 0]
     total = torch.zeros_like(cuts.temperature)
     if bool(rows.any()):

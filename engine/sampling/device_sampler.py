@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Batch:
-    """What the host knows of a step's rows, and its places on the device."""
+    """The host's record of a step's rows, and their places on the device."""
 
     rows: Sequence[Row]
     keys: list[DrawKey]  # of now: a row's tokens may grow before its results are read

@@ -35,6 +35,6 @@ class HostSampler:
 
 
 def unsound_rows(logits: Tensor, source: list[int], results: list[Result]) -> set[int]:
-    """Those of the failed rows whose logits, as the model gave them, have no finite maximum."""
+    """The failed rows whose logits, as the model gave them, have no finite maximum."""
     failed = (i for i, one in enumerate(results) if not isinstance(one, Sampled))
     return {i for i in failed if not is_sound(logits[source[i]])}

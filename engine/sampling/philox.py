@@ -22,7 +22,7 @@ _MASK = 0xFFFFFFFF
 
 
 class DrawKey(NamedTuple):
-    """What the noise of one draw depends on."""
+    """The key of one draw's noise, which depends on nothing else."""
 
     seed: int
     choice: int

@@ -1,4 +1,4 @@
-"""What one sequence's draw depends on."""
+"""Input of one sequence's draw."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def scale(self) -> float:
-        """What logits are divided by."""
+        """The temperature by which logits are divided; 1 for greedy rows."""
         return 1.0 if self.is_greedy else max(self.params.temperature, LOWEST_TEMPERATURE)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step."""
+"""The scheduler's decision for one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler.sequence import Sequence
 
 @dataclass
 class StepDecision:
-    """What a step computes, and the reservations and requests that lost their blocks to it."""
+    """The work of one step, and the reservations and requests that lost their blocks to it."""
 
     # Tokens to compute; their blocks are allocated.
     scheduled: dict[Sequence, int] = field(default_factory=dict)

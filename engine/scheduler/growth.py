@@ -48,7 +48,7 @@ class GrowthClaims:
         return {s: n for s, n in claims.items() if s.state is S.RUNNING and not s.paused and s.rank <= rank}
 
     def preempted(self, sequence: Sequence) -> None:
-        """What it lacked; what is set aside for it counts again once it runs."""
+        """Forget the blocks that it lacked. Blocks that are set aside for it count again once it runs."""
         self._short.pop(sequence, None)
 
     def remove(self, sequence: Sequence) -> None:

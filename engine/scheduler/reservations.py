@@ -19,7 +19,7 @@ class Reservations:
         self._lowest: ByShare | None = None
 
     def __len__(self) -> int:
-        """Those that may be evicted."""
+        """The number of reservations that may be evicted."""
         return len(self._reserved)
 
     def begin_step(self) -> None:

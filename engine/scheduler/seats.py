@@ -83,7 +83,7 @@ class Batch:
 
 
 class Seats:
-    """Those of one step. `batch`: seats of the batch; 0 if its running sequences exceed the token budget."""
+    """The seats of one step. `batch`: seats of the batch; 0 if its running sequences exceed the token budget."""
 
     def __init__(self, batch: int, extra: int, running: Collection[Sequence], left: Counter[str]):
         self._running: Counter[str] = Counter()

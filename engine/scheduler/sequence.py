@@ -46,7 +46,7 @@ def rank_of(priority: int) -> int:
 
 @dataclass
 class PromptWork:
-    """What the prompt of a sequence has cost so far."""
+    """The cost of a sequence's prompt so far."""
 
     tokens: int = 0
     seconds: float = 0.0  # its share, by tokens, of the steps that computed it

@@ -23,7 +23,7 @@ class Shares:
         self._orders.clear()
 
     def of(self, request: EngineRequest, more: float = 0) -> float:
-        """What the request's tenant holds for its weight, with `more` blocks."""
+        """Blocks of the request's tenant, with `more`, divided by its weight."""
         return (self._blocks.get(request.tenant, 0) + more) / request.weight
 
     def order(self, ones: Iterable[Sequence], state: S) -> ByShare:

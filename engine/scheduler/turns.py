@@ -32,7 +32,7 @@ Groups = dict[Kind, list[Sequence]]
 
 
 def singles_and_chunks(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those that lack a token, and those that lack several. Without those that rest."""
+    """Sequences that lack one token, and those that lack several; without those that rest."""
     singles, chunks = list[Sequence](), list[Sequence]()
     for s in running:
         if not (s.paused or s.awaits_mask):
@@ -51,7 +51,7 @@ class Turns:
         self._present: Counter[Kind] = Counter()  # sequences in the present step's order
 
     def kept(self, budget: int) -> int:
-        """What a step keeps for prompts: a quarter, and of a budget below four a token in some of the steps."""
+        """Tokens that the next step keeps for prompts: a quarter; of a budget below four, one in some of the steps."""
         self._keeps += 1
         return self._keeps * budget // KEPT_FOR_PROMPTS - (self._keeps - 1) * budget // KEPT_FOR_PROMPTS
 

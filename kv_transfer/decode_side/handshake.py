@@ -1,4 +1,4 @@
-"""What a decode worker offers its peers in Welcome, and what each pair agrees on."""
+"""A decode worker's offer to its peers in Welcome, and the agreement of each pair."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ExpectedTransfer:
 
 
 class Expectations:
-    """What a receiving rank expects in which slot; a part that does not match is stale."""
+    """The parts that a receiving rank expects, by slot; a part that does not match is stale."""
 
     def __init__(self, copier: PartCopier, sample_share: float, decode_epoch: int):
         self._copier = copier

@@ -85,7 +85,7 @@ class InTurn:
 
 
 class PeerRequests(Protocol):
-    """What peers' messages ask of the decode worker. The coroutines may wait for an engine step."""
+    """Handlers of peers' messages at the decode worker. The coroutines may wait for an engine step."""
 
     def connected(self, link: PeerLink) -> None: ...
 

@@ -1,1 +1,1 @@
-"""What a hand-off does on a rank's device: copies parts out of and into the KV cache, and computes their digests."""
+"""Work of a hand-off on a rank's device: copies of parts out of and into the KV cache, and their digests."""

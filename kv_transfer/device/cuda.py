@@ -71,7 +71,7 @@ class BufferPool(Generic[B]):
 
 @dataclass(eq=False)
 class Buffers:
-    """What one work needs beside its part; int64, the host's pinned."""
+    """Buffers of one copy beside its part; int64, the host's pinned."""
 
     rows: Tensor  # [most rows of a part]: row numbers in the cache
     host_rows: Tensor

@@ -23,7 +23,7 @@ class Conversion:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token in one head of one layer, in a part."""
+        """Bytes of one token in one head of one layer, in a part."""
         return self.head_dim * self.dtype.itemsize
 
     def scatter(self, cache: Tensor, part: Tensor, region: CacheRegion, ids: Tensor) -> None:

@@ -72,7 +72,7 @@ class PartTimes:
 
 @dataclass
 class PartRequests:
-    """Of slots for one part."""
+    """Requests of slots for one part."""
 
     asked: int = 0
     answered: int = 0

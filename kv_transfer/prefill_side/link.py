@@ -87,7 +87,7 @@ class Handoff(Protocol):
 
 
 class LinkOwner(Protocol):
-    """What a link reports to."""
+    """The object to which a link reports."""
 
     def opened(self, link: LinkToDecode) -> None:
         """The pair has agreed on everything."""
@@ -156,7 +156,7 @@ class LinkToDecode:
 
     @property
     def agreement(self) -> handoff_pb2.Welcome:
-        """What the workers of a ready link use: the Welcome, with the stricter digests and the transport that works."""
+        """The agreement of a ready link's workers: the Welcome, with the stricter digests and the transport that works."""
         return self._agreed.result()
 
     def send(self, message: handoff_pb2.PrefillToDecode) -> None:

@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cutting:
-    """What decides how KV is cut into parts."""
+    """Sizes by which KV is cut into parts."""
 
     num_layers: int
     page_size: int

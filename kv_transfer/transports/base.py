@@ -46,7 +46,7 @@ class Endpoint(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What peers need to connect and to write into registered memory."""
+        """The bytes with which peers connect and write into registered memory."""
 
     @property
     def writes_in_place(self) -> bool:

@@ -104,7 +104,7 @@ class ByteBudget:
         return [of_all, Share(self._tenants, tenant, self._tenant_limit, partial(_full, "this tenant"))]
 
     def shares_of(self, model: str) -> list[Share]:
-        """Of a request for this model, beside the tenant's."""
+        """Shares of a request for this model, beside the tenant's."""
         if not model or not self._model_limit:
             return []
         holder = MODEL_HOLDER + model
@@ -301,8 +301,8 @@ class Admission:
         return self._tenants.here(MODEL_HOLDER + name)
 
     def shares_of(self, model: str, caller: Caller) -> list[Share]:
-        """Of a request for a model: that no model takes every place, nor two of them, and those that its key may have for
-        that model."""
+        """Shares of a request for a model: that no model takes every place, nor two of them, and those that its key may
+        have for that model."""
         holder = MODEL_HOLDER + model
         shares = [Share(self._tenants, holder, self._config.most_of_model(model), in_flight("model"))]
         shares += _of(self._beyond, holder)

@@ -1,4 +1,4 @@
-"""What is kept for each of several models of a limit that they share."""
+"""Parts of a shared limit that are kept for each of several models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def shares_beyond(
     held_to: Collection[str],
     refusal: Refusal,
 ) -> dict[str, Share]:
-    """What models may have beyond the parts that are kept for them, by holders of the tally that counts what each has; to
-    be taken after that one's. `kept`: of the limit. `held_to`: those that leave the others their parts."""
+    """Shares that models may have beyond the parts that are kept for them, by holders of the tally that counts what each
+    has; to be taken after that one's. `kept`: of the limit. `held_to`: those that leave the others their parts."""
     free = limit - sum(kept.values())  # where it is 0, the most of one model is its part
     if not free or not any(kept.values()):
         return {}

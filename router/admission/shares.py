@@ -1,4 +1,4 @@
-"""What one request takes of what holders share: places, or bytes."""
+"""One request's use of shared limits: places, or bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.admission.tally import Tally
 
 
 class Share(NamedTuple):
-    """What one holder may have of a tally."""
+    """The limit of one holder in a tally."""
 
     tally: Tally
     holder: str

@@ -12,10 +12,10 @@ class Tally(Protocol):
         """Add to what a holder has taken. Returns what it has now, in all processes."""
 
     def here(self, holder: str) -> int:
-        """What it has taken in this process."""
+        """The holder's use in this process."""
 
     def total(self, holder: str) -> int:
-        """What it has taken in all processes."""
+        """The holder's use in all processes."""
 
     def __len__(self) -> int:
         """Holders that have taken something in this process; others use no memory."""
@@ -45,7 +45,7 @@ class LocalTally:
 
 
 class Tallies(NamedTuple):
-    """What limits of a whole router count: requests in flight and bytes of their bodies, of all and by tenant."""
+    """Counts for the limits of a whole router: requests in flight and bytes of their bodies, of all and by tenant."""
 
     requests: Tally
     tenant_requests: Tally

@@ -19,7 +19,7 @@ class AnswerCredit:
         # By choice: a token at this position or beyond breaks the attempt. A worker of link version 1 gives each choice a
         # whole window, where no credit has come yet.
         self.bounds = {choice.index: choice.next_position + WINDOW_TOKENS for choice in choices}
-        self._beyond = WINDOW_TOKENS - self._window  # from the limit that the worker is told to the bound
+        self._beyond = WINDOW_TOKENS - self._window  # from the limit that the worker gets to the bound
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
         self._grant_after = min(count * self._window // 4, self._window - self._window // 4)
         self._ungranted = 0  # tokens that have come since `grant` looked at the choices
@@ -31,7 +31,7 @@ class AnswerCredit:
         return [self._next(choice) for choice in self._choices]
 
     def limits(self) -> list[int]:
-        """The limit of each choice, as the worker was told."""
+        """The limit of each choice, as it was sent to the worker."""
         return [bound - self._beyond for bound in self.bounds.values()]
 
     def received(self) -> bool:
@@ -43,20 +43,20 @@ class AnswerCredit:
         """Note a token of a choice that has ended, which counts as taken."""
         self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)
 
-    def grant(self, tell: Callable[[int, int], None]) -> None:
-        """The client has every token so far: `tell` the worker each choice's limit, a window beyond, where that is at
+    def grant(self, send: Callable[[int, int], None]) -> None:
+        """The client has every token so far: `send` (choice, limit) for each choice whose limit, a window beyond, is at
         least a quarter of one further."""
         self._ungranted = 0
         for choice in self._choices:
             bound = self._next(choice) + WINDOW_TOKENS
             if bound - self.bounds[choice.index] >= self._window // 4:
                 self.bounds[choice.index] = bound
-                tell(choice.index, bound - self._beyond)
+                send(choice.index, bound - self._beyond)
 
-    def repeat(self, tell: Callable[[int, int], None]) -> None:
-        """`tell` the worker the present limits."""
+    def repeat(self, send: Callable[[int, int], None]) -> None:
+        """`send` (choice, limit) for each choice, as it is now."""
         for choice, bound in self.bounds.items():
-            tell(choice, bound - self._beyond)
+            send(choice, bound - self._beyond)
 
     def _next(self, choice: ChoiceStream) -> int:
         """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not

@@ -48,7 +48,7 @@ IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
 
 @dataclass
 class Attempt:
-    """One attempt at `choices`. `close` tells the workers to cancel what is not finished."""
+    """One attempt at `choices`. `close` cancels at the workers what is not finished."""
 
     request_id: str
     spec: common_pb2.GenerateSpec
@@ -95,7 +95,7 @@ class Attempt:
 
     @property
     def trip_seconds(self) -> float | None:
-        """What its first token took beyond the worker's own time: there and back, and both event loops. None: it
+        """Seconds to its first token beyond the worker's own time: there and back, and both event loops. None: it
         had none, or its worker did not report."""
         report = self.prefill_report
         if report is None or not self.prefilled_at:
@@ -202,7 +202,7 @@ class Attempt:
             self._credit.grant(handle.credit)
 
     def repeat_credit(self, source: Source) -> None:
-        """Tell a worker its present limits again."""
+        """Send a worker its present limits again."""
         handle = self._handles.get(source)
         if handle is None or self._over:
             return

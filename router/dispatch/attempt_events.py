@@ -1,4 +1,4 @@
-"""What becomes of an attempt at its workers, for the task of its request."""
+"""Events of an attempt at its workers, for the task of its request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ended:
 
     @property
     def reason(self) -> errors.BatonError:
-        """Of an end that is not done."""
+        """The error of an end that is not done."""
         if self.error is not None:
             return self.error
         if self.end is not None and self.end.HasField("error"):

@@ -50,7 +50,7 @@ class ChoiceStream:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of its output whose text was parsed as reasoning."""
+        """The number of its tokens whose text was parsed as reasoning."""
         return 0 if self._marked is None else self._marked.reasoning_tokens
 
     @property

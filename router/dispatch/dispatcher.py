@@ -122,7 +122,7 @@ class RequestDispatcher:
         return self._services.name_of(self._completion, packed) if name is None else name
 
     def resume_ticket(self) -> bytes:
-        """What its client presents to resume it at another router."""
+        """The ticket with which its client resumes it at another router."""
         return self._services.tickets.issue(self._completion, self._name)
 
     def start(self, deltas: BatchQueue[Delta]) -> None:
@@ -164,7 +164,7 @@ class RequestDispatcher:
             self._deltas.fail(error)
 
     def _use(self) -> Use | None:
-        """What the quota is charged; None: no worker has begun work for the request."""
+        """The tokens to charge to the quota; None: no worker has begun work for the request."""
         if not self.stats.attempts and not self._resumed:
             return None
         held = len(self._completion.resume_tokens)
@@ -204,7 +204,7 @@ class RequestDispatcher:
                     async with asyncio.TaskGroup() as group:
                         for choice in open_choices:
                             group.create_task(self._run_choices([choice]))
-                except BaseExceptionGroup as failed:  # clients hear of one, as of a request with one choice
+                except BaseExceptionGroup as failed:  # a client gets one, as from a request with one choice
                     raise errors.first_of(failed) from failed
                 return
 

@@ -1,4 +1,4 @@
-"""What a decode worker sends of an answer while the prompt's log probabilities still come from the prefill worker.
+"""Holds a decode worker's part of an answer while the prompt's log probabilities still come from the prefill worker.
 
 The two links have no common order, and the client gets the prompt first. The decode worker has no credit beyond its first
 window meanwhile, so what is held is bounded by that.

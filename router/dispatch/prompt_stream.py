@@ -76,7 +76,7 @@ class EmbeddingStream:
 def prompt_stream_of(
     completion: Completion, forward: Callable[[Token], None]
 ) -> PromptStream | EmbeddingStream | None:
-    """What comes of a request's prompt: its log probabilities or its embedding; None: neither."""
+    """The reader of a prompt's log probabilities or of its embedding; None: the request asks for neither."""
     sampling = completion.sampling
     if sampling.pooling:
         return EmbeddingStream(completion.embedding_dimensions, forward)

@@ -15,8 +15,9 @@ REPORT_SECONDS = 0.3  # for the reports of an answer that a stop string ended
 
 
 class AwaitedReports:
-    """Those of one attempt. Workers do not look for stop strings: an answer that one ended is cancelled, and waits for the
-    report with the prompt's cached tokens alone, until its workers have answered, no longer than REPORT_SECONDS."""
+    """The reports of one attempt. Workers do not look for stop strings: an answer that one ended is cancelled, and waits
+    for the report with the prompt's cached tokens alone, until its workers have answered, no longer than
+    REPORT_SECONDS."""
 
     def __init__(self, attempt: Attempt, clean_up: Callable[[Coroutine[Any, Any, None]], None]):
         self._attempt = attempt

@@ -40,7 +40,7 @@ class RetryPolicy:
     def pause_seconds(
         self, reason: errors.BatonError, wanted: float, *, progress: bool, costly: bool
     ) -> float:
-        """What to wait before the next attempt, at least `wanted`. Raises the error that ends the request."""
+        """Seconds before the next attempt, at least `wanted`. Raises the error that ends the request."""
         if progress:
             self._pause, self._fruitless = 0.0, 0
             self.deadline = self._clock() + self._admission_seconds

@@ -98,11 +98,11 @@ class Services:
         self._cleanups = BackgroundTasks()
 
     def text_of(self, model: str) -> ModelText:
-        """Of a model of this router."""
+        """The tokenizer and templates of a model of this router."""
         return self.further_texts.get(model, self.text)
 
     def token_times_of(self, model: str) -> TokenTimes:
-        """Of a model of this router."""
+        """The token times of a model of this router."""
         return self._token_times.get(model) or self._token_times[self.config.served_name]
 
     def name_of(self, completion: Completion, packed_prompt: bytes) -> bytes:

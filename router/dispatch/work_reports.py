@@ -45,7 +45,7 @@ class WorkReports:
 
 
 def _false(report: common_pb2.WorkReport, most_seconds: float, most_tokens: int) -> str:
-    """What cannot be true; "" if everything can."""
+    """A value of the report that cannot be true, in words; "" if there is none."""
     for field, value in report.ListFields():  # without those that are 0
         name = field.name
         if name in _SECONDS and not 0 <= value <= most_seconds:

@@ -32,7 +32,7 @@ class Vectors:
 
     @property
     def packed_bytes(self) -> int:
-        """Of one vector."""
+        """Bytes of one vector."""
         return 4 * self.dimensions
 
     def of(self, sent: bytes) -> npt.NDArray[np.float32]:

@@ -29,7 +29,7 @@ class Reader(Protocol):
         """The limit of each choice of the attempt, in order: the worker may send positions below it."""
 
     def repeat_credit(self) -> None:
-        """Tell the worker the limit of each choice again. One that has used its window up sends nothing, so no other
+        """Send the limit of each choice to the worker again. One that has used its window up sends nothing, so no other
         credit follows one that is lost."""
 
     def token(self, token: Token) -> None:
@@ -135,7 +135,7 @@ class LinkHandle:
         self._pieces_bytes = 0
 
     def is_cancelled(self) -> None:
-        """Its blocks and staging are free, by a cancel or because it ended."""
+        """Note that its blocks and staging are free, by a cancel or because it ended."""
         if self.cancelled is not None and not self.cancelled.done():
             self.cancelled.set_result(None)
 

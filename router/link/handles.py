@@ -44,8 +44,8 @@ class Handles:
         return handle
 
     def drop(self, number: int) -> None:
-        """Read no more of it. Where the worker has answered neither with an end nor to a cancel, it is told: an attempt
-        behind a full window sends nothing, and would keep its blocks for as long as the link is up."""
+        """Read no more of it, and send Close: an attempt behind a full window sends nothing, and would keep its blocks for
+        as long as the link is up."""
         handle = self._open.pop(number, None)
         if handle is not None:
             handle.not_cancelled()

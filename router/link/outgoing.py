@@ -39,7 +39,9 @@ class Outgoing:
 
     def clear(self) -> None:
         """Forget all entries: the next connection attaches the handles in use, which cancels all others."""
-        self.__init__()  # type: ignore[misc]
+        for entries in (self._credit, self._cancel, self._close, self._status):
+            entries.clear()
+        self._beat = False
 
     def frames(self) -> Iterator[link_pb2.RouterFrame]:
         """Remove all entries and return their frames."""

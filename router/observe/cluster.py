@@ -84,7 +84,7 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
 
 
 def _cached(services: Services, figure: str) -> dict[str, int]:
-    """By model; 0 for a tokenizer with which nothing is cached."""
+    """A figure of the piece caches by model; 0 for a tokenizer with which nothing is cached."""
     texts = {services.config.served_name: services.text, **services.further_texts}
     return {name: getattr(text.piece_cache, figure, 0) for name, text in texts.items()}
 
@@ -96,8 +96,8 @@ def _bandwidths(services: Services) -> dict[tuple[str, ...], float]:
 
 
 def _workers(services: Services) -> Counter[tuple[str, ...]]:
-    """With zeros, because an alert on missing workers needs a series. Workers of a name that is not served here count as
-    of an unknown model: what they registered is not a label."""
+    """Workers by model, role and lease, with zeros, because an alert on missing workers needs a series. Workers of a name
+    that is not served here count as of an unknown model: what they registered is not a label."""
     models, roles = services.config.model_names, ("prefill", "decode")
     count: Counter[tuple[str, ...]] = Counter(
         {(model, role, lease): 0 for model in models for role in roles for lease in _LEASES}

@@ -155,7 +155,7 @@ class RouterMetrics:
 
 
 def _outcome(dispatcher: RequestDispatcher) -> str:
-    """Of a request that no error ended."""
+    """The outcome of a request that no error ended."""
     if dispatcher.failure:  # reported on a stream that had begun
         return dispatcher.failure
     return "ok" if dispatcher.complete else "cancelled"

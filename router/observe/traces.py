@@ -42,7 +42,8 @@ class Arrival:
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """By W3C's rules: a second traceparent makes both invalid, several tracestates are one list."""
+        """The headers that name the request's trace, by W3C's rules: a second traceparent makes both invalid, several
+        tracestates are one list."""
         parents = self.values("traceparent")
         if len(parents) != 1:
             return {}

@@ -39,8 +39,8 @@ class Calibration:
     def learn(
         self, report: common_pb2.WorkReport, prompt_tokens: int, level: int | None, *, scored: bool = False
     ) -> None:
-        """From a worker's report of one request. `level`: of the pair of its hand-off; None without one. `scored`: its
-        steps made logits of each position, which takes longer than other prompts do."""
+        """Learn from a worker's report of one request. `level`: of the pair of its hand-off; None without one. `scored`:
+        its steps made logits of each position, which takes longer than other prompts do."""
         total = report.computed_prompt_tokens + report.cached_tokens
         if not scored:
             self.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)

@@ -1,4 +1,4 @@
-"""What the placement script chooses from: candidates that the router names, or the heads of Redis's sorted sets."""
+"""Choices of the placement script: candidates that the router names, or the heads of Redis's sorted sets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Candidates:
 
     @cached_property
     def slots(self) -> bytes:
-        """Of all candidates, decode workers first."""
+        """The slots of all candidates, decode workers first."""
         workers = (*self.decode, *self.prefill)
         return struct.pack(f">{len(workers)}I", *(one.slot for one in workers))
 

@@ -1,4 +1,4 @@
-"""What this router's attempts add to the load that all routers share, and which of it Redis has yet to be told."""
+"""The load of this router's attempts, part of the load that all routers share, and its changes that Redis lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHANGES = 128  # of each kind in one call of settle.lua
 
 @dataclass
 class AttemptCharge:
-    """What one attempt adds to the load."""
+    """The load of one attempt."""
 
     prefill: str  # worker_id@epoch
     decode: str
@@ -36,7 +36,7 @@ class AttemptCharge:
 
 @dataclass(frozen=True)
 class Changes:
-    """What one call of settle.lua tells Redis. Each change may be applied twice, and in any order with placements."""
+    """The changes in one call of settle.lua. Each may be applied twice, and in any order with placements."""
 
     # Transfer id → packed charge, of placements that Redis did not make or has lost.
     added: dict[bytes, bytes]
@@ -50,7 +50,7 @@ class Changes:
 
 
 class Charges:
-    """By transfer id. `add`, `prefilled`, `release`: one attempt each, in this order."""
+    """This router's charges by transfer id. `add`, `prefilled`, `release`: one attempt each, in this order."""
 
     def __init__(self) -> None:
         self._charges: dict[bytes, AttemptCharge] = {}
@@ -104,10 +104,10 @@ class Charges:
         if charge is None:
             return False
         self._take_off(charge)
-        self.disown(transfer_id)
+        self.withdraw(transfer_id)
         return True
 
-    def disown(self, transfer_id: bytes) -> None:
+    def withdraw(self, transfer_id: bytes) -> None:
         """Take a charge off that Redis may have and no attempt holds."""
         self._added.pop(transfer_id, None)
         self._prefilled.pop(transfer_id, None)
@@ -135,12 +135,12 @@ class Charges:
 
     @property
     def pending(self) -> bool:
-        """Whether Redis is yet to be told of a change."""
+        """Whether there are changes that Redis has not confirmed."""
         return bool(self._added or self._prefilled or self._released)
 
     @property
-    def untold(self) -> int:
-        """Changes that Redis is yet to be told of, of charges that it may have."""
+    def unconfirmed(self) -> int:
+        """Changes that Redis has not confirmed, of charges that it may have."""
         return len(self._prefilled) + len(self._released)
 
     def changes(self) -> Changes:
@@ -150,12 +150,12 @@ class Charges:
 
     def confirmed(self, changes: Changes) -> None:
         """Redis has applied them. A charge that has changed since it was packed is among the later changes too."""
-        for queue, told in (
+        for queue, applied in (
             (self._added, changes.added),
             (self._prefilled, changes.prefilled),
             (self._released, changes.released),
         ):
-            for transfer_id in told:
+            for transfer_id in applied:
                 queue.pop(transfer_id, None)
 
     def in_redis(self) -> set[bytes]:

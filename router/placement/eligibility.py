@@ -32,7 +32,7 @@ _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
 class Eligibility:
-    """What follows for placement from one version of the membership; made once for it.
+    """Which workers may be used, and why others may not, by one version of the membership; made once for it.
 
     Only workers with the best lease state of their model and role are used: if all are suspect or dead, Redis is at fault.
     But if all of a model are dead while another model's renew their leases, Redis is not.
@@ -97,7 +97,7 @@ class Eligibility:
         return self.model_of(worker) == (asked or self._models[0])
 
     def kv_groups(self, model: str) -> KvGroups:
-        """Those of a model of this router."""
+        """The KV groups of a model of this router."""
         return self._kv_groups.get(model) or self._kv_groups[self._models[0]]
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
@@ -185,7 +185,7 @@ class Eligibility:
         self._pools.clear()
 
     def pool(self, kv_group: KvGroup | None) -> _Pool:
-        """What does not depend on a request's exclusions."""
+        """The workers of a KV group by name, whatever a request excludes; kept for the next requests."""
         known = self._pools.get(kv_group)
         if known is None:
             known = self._pools[kv_group] = self._pool_of(kv_group)
@@ -219,7 +219,7 @@ class Eligibility:
         return None if len(missing) < len(self._models) else next(iter(missing.values()))
 
     def missing_roles(self) -> dict[str, Role]:
-        """By the models that cannot be served: a role of which they have no worker of good standing."""
+        """For each model that cannot be served, a role of which it has no worker of good standing."""
         found: dict[str, Role] = {}
         for model in self._models:
             if not any(self.model_of(one) == model for one in self.decode):
@@ -257,13 +257,13 @@ class _Pool:
 
 
 def _excluded(request: PlacementRequest) -> _Excluded:
-    """What decides of a request's exclusions: other reasons make no difference."""
+    """A request's exclusions as a key: all names, and those without the adapter; other reasons make no difference."""
     lacking = (name for name, reason in request.excluded.items() if reason is Reason.ADAPTER)
     return frozenset(request.excluded), frozenset(lacking)
 
 
 def _passed_over(good: frozenset[str], excluded: Mapping[str, Reason]) -> frozenset[str]:
-    """What the script passes over of a pool, as Eligibility.usable has it: all that are excluded; where these are all,
+    """Workers of a pool that the script passes over, as in Eligibility.usable: all that are excluded; where these are all,
     those without the adapter; where these are all, none."""
     found = good & excluded.keys()
     if len(found) == len(good):
@@ -272,7 +272,7 @@ def _passed_over(good: frozenset[str], excluded: Mapping[str, Reason]) -> frozen
 
 
 def _keep(kept: dict[Key, Kept], key: Key, value: Kept) -> None:
-    """At the end: the least recently used is dropped first."""
+    """Add a value at the end: the least recently used is dropped first."""
     kept[key] = value
     if len(kept) > MAX_CANDIDATES_KEPT:
         del kept[next(iter(kept))]

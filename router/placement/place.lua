@@ -69,15 +69,15 @@ local TIE = 1.05
 local call, byte, sub = redis.call, string.byte, string.sub
 
 -- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
-local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS, 'in_vain')
-local former_in_vain = tonumber(told[4] or 0)  -- wide looks in a row, up to MAX_IN_VAIN
-local latest, kept = tonumber(told[1] or 0), told[3]
+local stored = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS, 'in_vain')
+local former_in_vain = tonumber(stored[4] or 0)  -- wide looks in a row, up to MAX_IN_VAIN
+local latest, kept = tonumber(stored[1] or 0), stored[3]
 if life < latest then return {-5} end
 if life > latest then
   call('DEL', KEYS[7])
 elseif kept and struct.unpack('>I8', kept) == number then
   return kept
-elseif number < tonumber(told[2] or 0) then
+elseif number < tonumber(stored[2] or 0) then
   return {-7}
 end
 

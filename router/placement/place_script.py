@@ -91,7 +91,7 @@ def _finite(seconds: float) -> float:
 
 
 class Matched(NamedTuple):
-    """What the prefix index answered, for the placement call that follows."""
+    """The prefix index's answer, for the placement call that follows."""
 
     chance: float  # the random number that both calls use
     held: bytes  # the answer of an index in a Redis of its own; else the prompt's chain, which the call itself matches

@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def calibration(self) -> Calibration:
-        """Of the first model."""
+        """The calibration of the first model."""
         return self.calibrations.first
 
     @property
@@ -248,7 +248,7 @@ class Placement:
 
 
 def _charge_of(request: PlacementRequest, decision: Decision) -> AttemptCharge:
-    """What the script has charged for it."""
+    """The load that the script has charged for the request."""
     return AttemptCharge(
         *(decision.prefill or decision.decode, decision.decode, decision.uncached_tokens),
         request.decode_tokens(local=not decision.prefill),

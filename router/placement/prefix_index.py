@@ -93,8 +93,8 @@ class PrefixIndex:
         return not self._backoff.is_failing
 
     async def match(self, request: PlacementRequest, candidates: Candidates | Heads, chance: float) -> bytes:
-        """Who holds how much of the prompt, for matched.lua; nothing while the index does not answer. `chance`: the random
-        number of the placement."""
+        """The holders of the prompt's prefix and their covered lengths, packed for matched.lua; empty while the index does
+        not answer. `chance`: the random number of the placement."""
         if not request.chain or not self._backoff.may_ask():
             return b""
         memory = self.watch.memory

@@ -1,4 +1,4 @@
--- A router tells which of its attempts have computed their prompt, which have ended, and which Redis does not have, with
+-- A router reports which of its attempts have computed their prompt, which have ended, and which Redis does not have, with
 -- its lease. sets.lua and charges.lua are put in front.
 -- KEYS: load, routers, chg:<router>:<run>, answers:<router>, runs
 -- ARGV:

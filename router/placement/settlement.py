@@ -1,4 +1,4 @@
-"""Tells Redis which of this router's attempts have computed their prompt, and which have ended."""
+"""Reports to Redis which of this router's attempts have computed their prompt, and which have ended."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from router.placement.table_walk import TableWalk
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
-# Times SCRIPT_SECONDS, for an answer: no request waits for it, and it must be longer than a placement's time. Where Redis
-# answered placements in time and settlements too late, only the first changes would ever be told, again and again, and
+# Of SCRIPT_SECONDS, for an answer: no request waits for it, and it must be longer than a placement's time. Where Redis
+# answered placements in time and settlements too late, only the first changes would ever be sent, again and again, and
 # attempts that have ended would stay load, for which later requests are refused.
-PATIENCE = 4
+ANSWER_MULTIPLE = 4
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer, or refuses
 MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is left expires with its lease
 # Changes and lost calls that are kept for a Redis that does not answer. Beyond them the router takes a new run when it
 # does, to which it adds the charges that are left.
-MAX_UNTOLD = 16_384
+MAX_UNCONFIRMED = 16_384
 WARN_SECONDS = 60.0  # between two warnings of another router with the same id, which each settling takes over
 _LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 
@@ -108,7 +108,7 @@ class Settlement:
         self._backoff = RedisBackoff(RETRY_SECONDS, rng)
         self._calls = Calls()
         self._walk = TableWalk(charges)
-        self._dirty = asyncio.Event()  # there is something to tell Redis
+        self._dirty = asyncio.Event()  # there are changes that Redis has not confirmed
         self._closed = False
         self._warned = -WARN_SECONDS  # of another router with this id
         self._task: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class Settlement:
             self._backoff.failed()
             log.debug("charges of router %s wait for Redis: %s", self._router_id, error)
             self._dirty.set()
-            if self._charges.untold + len(self._calls.unanswered) > MAX_UNTOLD:
+            if self._charges.unconfirmed + len(self._calls.unanswered) > MAX_UNCONFIRMED:
                 self._calls.restart(0)
 
     async def _take_run(self) -> None:
@@ -181,7 +181,7 @@ class Settlement:
     async def _settle(self) -> None:
         for transfer_id in self._calls.unanswered:
             if transfer_id not in self._charges:
-                self._charges.disown(transfer_id)
+                self._charges.withdraw(transfer_id)
         changes = self._charges.changes()
         run, number, oldest = self._calls.settle()
         step = self._walk.next_step()
@@ -218,7 +218,9 @@ class Settlement:
 
     async def _send(self, run: int, *arguments: Argument) -> Any:
         identity = self._router_id, int(ROUTER_LEASE_SECONDS * 1000), run
-        return await self._script(self._keys.settle(run), [*identity, *arguments], PATIENCE * SCRIPT_SECONDS)
+        return await self._script(
+            self._keys.settle(run), [*identity, *arguments], ANSWER_MULTIPLE * SCRIPT_SECONDS
+        )
 
     async def _settle_forever(self) -> None:
         renewed = 0.0

@@ -76,13 +76,13 @@ class StandalonePlacement:
         return holder
 
     def _least_loaded(self, workers: Sequence[WorkerInfo]) -> Sequence[WorkerInfo]:
-        """Those of a large fleet that had the least load when Redis last answered."""
+        """The workers of a large fleet that had the least load when Redis last answered."""
         if not self._last.valid:
             return workers
         return [worker for worker in workers if self._last.of(worker.name) is not None] or workers
 
     def _load(self, worker: WorkerInfo) -> int:
-        """In tokens."""
+        """The worker's load in tokens."""
         if self._last.valid:
             return self._last.at_least(worker.name)
         return self._charges.by_worker.get(worker.name, 0)

@@ -46,7 +46,7 @@ class TableWalk:
             return
         for transfer_id in found:
             if transfer_id not in self._charges and transfer_id not in in_flight:
-                self._charges.disown(transfer_id)
+                self._charges.withdraw(transfer_id)
         self._expected.difference_update(found)
         self._cursor = cursor
         if cursor == b"0":

@@ -25,30 +25,30 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    told: dict[str, Any] = json.load(sys.stdin)
+    setup: dict[str, Any] = json.load(sys.stdin)
     # The parent's death ends this process until it serves; from then on the end of the link drains it. Set here and not
     # between fork and exec, where another thread of the parent may hold a lock.
     die_with_parent()
-    if os.getppid() != told["parent"]:
+    if os.getppid() != setup["parent"]:
         raise SystemExit("the router's parent process has ended")
-    config = RouterConfig.model_validate(told["config"])
+    config = RouterConfig.model_validate(setup["config"])
     logs.configure(config.router_id)
     try:
-        uvloop.run(_run(config, told))
+        uvloop.run(_run(config, setup))
     except BatonError as error:
         raise SystemExit(f"{config.router_id}: {error.message}") from None
 
 
-async def _run(config: RouterConfig, told: dict[str, Any]) -> None:
+async def _run(config: RouterConfig, setup: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     # Ctrl-C reaches every process of a terminal; the parent decides when this one leaves.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     from router.server import Router
 
-    memory = SharedMemory(told["memory"], config.processes, told["tenants"])
-    parent = ParentLink(socket.socket(fileno=told["link"]))
-    listeners = [socket.socket(fileno=one) for one in told["http"]]
-    member = Member(told["name"], told["index"], memory, listeners, parent)
+    memory = SharedMemory(setup["memory"], config.processes, setup["tenants"])
+    parent = ParentLink(socket.socket(fileno=setup["link"]))
+    listeners = [socket.socket(fileno=one) for one in setup["http"]]
+    member = Member(setup["name"], setup["index"], memory, listeners, parent)
     running = Router(config, member)
     parent.start(running.snapshot)
     await running.start()

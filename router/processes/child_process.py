@@ -55,7 +55,7 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         listeners = [one.fileno() for one in http]
         with theirs:
-            told = {
+            setup = {
                 "name": name,
                 "index": self.index,
                 "parent": os.getpid(),
@@ -79,12 +79,12 @@ class ChildProcess:
         stdin = self._process.stdin
         assert stdin is not None, "it is a pipe"
         with contextlib.suppress(OSError):  # it has ended already
-            stdin.write(json.dumps(told).encode())
+            stdin.write(json.dumps(setup).encode())
             await stdin.drain()
         stdin.close()
 
     async def wait(self) -> int:
-        """Its exit code, as of subprocess."""
+        """Wait for its end and return its exit code, as subprocess does."""
         assert self._process is not None, "started"
         code = await self._process.wait()
         if self._writer is not None:
@@ -101,7 +101,7 @@ class ChildProcess:
             if self._process is not None and self._process.returncode is None:
                 self._process.send_signal(number)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frames.encode(message))
 
@@ -112,7 +112,7 @@ class ChildProcess:
         if self._scraped is None or self._scraped[1].done():
             number = next(self._numbers)
             self._scraped = number, asyncio.get_running_loop().create_future()
-            self.tell({"do": "scrape", "number": number})
+            self.send({"do": "scrape", "number": number})
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(self._scraped[1])
@@ -146,7 +146,7 @@ class ChildProcess:
 
     async def _answer(self, accept: str) -> None:
         body, content_type = await self._encoded(accept)
-        self.tell({"do": "metrics", "accept": accept, "body": body.decode(), "type": content_type})
+        self.send({"do": "metrics", "accept": accept, "body": body.decode(), "type": content_type})
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -26,7 +26,7 @@ def receive(sock: socket.socket) -> Message | None:
 
 
 async def read(reader: asyncio.StreamReader) -> Message | None:
-    """As `receive`."""
+    """The next message, as `receive` returns it."""
     try:
         head = await reader.readexactly(_LENGTH.size)
         return _decode(await reader.readexactly(_length(head)))

@@ -112,10 +112,10 @@ def process_config(config: RouterConfig, index: int, http_port: int, grpc_port: 
 
 
 def drain_limit_seconds(config: RouterConfig) -> float:
-    """From SIGTERM until a process has drained; a moment later it is taken for one that does not answer."""
+    """Seconds from SIGTERM until a process has drained; a moment later it is taken for one that does not answer."""
     return config.drain_delay_seconds + config.drain_seconds + SUSPECT_SECONDS
 
 
 def kill_limit_seconds(config: RouterConfig) -> float:
-    """From SIGTERM until a process that has not ended is killed: longer than any that works takes."""
+    """Seconds from SIGTERM until a process that has not ended is killed: longer than any that works takes."""
     return drain_limit_seconds(config) + CLOSE_SECONDS

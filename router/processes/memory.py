@@ -163,7 +163,7 @@ class Slot:
 
 
 class Fence:
-    """What was written before `pass_` is visible to other processes before anything is read after it.
+    """A memory barrier: writes before `pass_` are visible to other processes before anything is read after it.
 
     A processor may read ahead of its own writes. Taking a free lock needs an atomic instruction, which waits for them.
     """

@@ -140,7 +140,7 @@ class RouterProcesses:
         self._children[index] = child
         self.metrics.add(child)
         if self._draining.is_set():  # it was started meanwhile
-            child.tell({"do": "drain"})
+            child.send({"do": "drain"})
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
             code = await child.wait()
@@ -181,14 +181,14 @@ class RouterProcesses:
         await self._watch.close()
         began, config = time.monotonic(), self._config
         for child in self._children.values():
-            child.tell({"do": "drain"})
+            child.send({"do": "drain"})
         children = list(self._children.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_limit_seconds(config)):
                 await asyncio.gather(*(child.drained.wait() for child in children))
         refuse_connections(self._http)
         for child in self._children.values():
-            child.tell({"do": "stop"})
+            child.send({"do": "stop"})
             if not child.drained.is_set() and self._silent(child):
                 log.error("process %d does not answer; it is killed", child.index)
                 child.signal(signal.SIGKILL)

@@ -46,7 +46,7 @@ Snapshot = dict[str, Family]
 
 
 def encode(metrics: Iterable[Metric]) -> list[Any]:
-    """As JSON can hold it."""
+    """A snapshot of the metrics as JSON can hold it."""
     return [
         [one.name, one.documentation, one.type, [_encode_sample(sample) for sample in one.samples]]
         for one in metrics
@@ -71,7 +71,7 @@ def decode(raw: Iterable[Any]) -> Snapshot:
 
 
 def only_grown(snapshot: Snapshot) -> Snapshot:
-    """What stays of a process that does not answer, or has ended."""
+    """The metrics that only grow: those that stay of a process that does not answer, or has ended."""
     return {name: family for name, family in snapshot.items() if family.grows}
 
 
@@ -111,7 +111,7 @@ def _rule(family: Family, sample_name: str) -> str:
 
 
 def metrics(snapshot: Snapshot) -> Iterator[Metric]:
-    """In the form that the exposition takes."""
+    """The metrics in the form that the exposition takes."""
     for family in snapshot.values():
         made = Metric(family.name, family.documentation, family.kind)
         made.samples = _in_order(family)

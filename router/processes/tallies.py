@@ -108,7 +108,7 @@ class SharedByTenant:
 
 
 def shared_tallies(memory: SharedMemory, index: int) -> Tallies:
-    """For the process of this index."""
+    """The tallies for the process of this index."""
     fence, cells = Fence(), TenantCells(memory.slot(index))
     return Tallies(
         SharedTotal(memory, index, Figure.IN_FLIGHT, fence),

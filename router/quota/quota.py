@@ -51,7 +51,7 @@ def holder_of(tenant: str, model: str) -> str:
 
 @dataclass(frozen=True)
 class ChargedRequest:
-    """Which request a charge is for.
+    """The request that a charge is for.
 
     `again`: another router has charged it, as its client proves, and the client holds `held_tokens` of its answer.
     `seconds`: how long the charge can stay unsettled.
@@ -65,7 +65,7 @@ class ChargedRequest:
 
 @dataclass(frozen=True)
 class QuotaCharge:
-    """What one request was charged, for `settle`. Not `certain`: it was charged only if its record in Redis says so."""
+    """The charge of one request, for `settle`. Not `certain`: it was charged only if Redis has a record of it."""
 
     tenant: str  # holder_of
     limits: RateLimits
@@ -77,7 +77,7 @@ class QuotaCharge:
 
 @dataclass(frozen=True)
 class Use:
-    """What a request has used, at all its routers. Not `finished`: its client may resume it elsewhere."""
+    """Tokens that a request has used, at all its routers. Not `finished`: its client may resume it elsewhere."""
 
     prompt_tokens: int
     output_tokens: int
@@ -192,7 +192,7 @@ class Quota:
         return charge
 
     async def settle(self, charge: QuotaCharge, use: Use | None) -> None:
-        """Once per charge. `use` None: the request was not served, and does not count as one."""
+        """Settle a charge, once. `use` None: the request was not served, and does not count as one."""
         if use is None:
             self._used_up.pop(charge.tenant, None)
         arguments = (

@@ -151,7 +151,7 @@ def _function_field(tool: Tool, index: int) -> str:
 
 
 def parameters_field(tool: Tool, index: int) -> str:
-    """Of the schema of a tool, the one at `index` of its conversation."""
+    """The name, in errors, of the schema of the tool at `index` of its conversation."""
     return f"{_function_field(tool, index)}.parameters"
 
 

@@ -22,7 +22,8 @@ class ParserSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the way of parsing: routers that parse with the same one show a resumed answer's rest in the same parts."""
+        """The name of the way of parsing: routers that parse with the same one show a resumed answer's rest in the same
+        parts."""
         ...
 
     @property
@@ -92,7 +93,7 @@ class Delta(NamedTuple):
 
     @property
     def stop_reason(self) -> str | int | None:
-        """What of the request ended the choice, as vLLM shows it. None: the model's own end, or the limit of tokens."""
+        """The stop string or stop token that ended the choice, as in vLLM. None: the model's own end, or a limit."""
         return self.stop_token if self.stop_string is None else self.stop_string
 
 

@@ -1,4 +1,4 @@
-"""What both frontends read of a request for embeddings."""
+"""Options of a request for embeddings, read by both frontends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbeddingOptions(RequestModel):
         return tokens[:count] if self.truncation_side == "right" else tokens[-count:]
 
     def dimensions_of(self, how: Embedding) -> int:
-        """Of each vector. Raises InvalidRequestError unless the model was trained for that many."""
+        """The dimensions of each vector. Raises InvalidRequestError unless the model was trained for that many."""
         asked = self.dimensions
         if asked is None or asked == how.dimensions:
             return how.dimensions

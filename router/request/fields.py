@@ -1,4 +1,4 @@
-"""What a request's fields may hold: markers in a model's annotations, from which both checks and JSON schema follow.
+"""Bounds of a request's fields: markers in a model's annotations, from which both checks and JSON schema follow.
 
 Some bounds depend on a router's settings or its model. A marker holds the name of such a bound: checks look it up in the
 FieldLimits that `read` was given, and a schema shows it as `{"$limit": name}` until `filled` puts the value there.

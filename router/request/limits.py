@@ -41,7 +41,7 @@ class FieldLimits:
 
     @property
     def accepted_names(self) -> list[str]:
-        """Of a request's model: of all models, with their aliases."""
+        """The names that a request's `model` may have: of all models, with their aliases."""
         return ["", *self.settings.model_names, *self.settings.all_aliases]
 
     @property
@@ -74,12 +74,12 @@ class FieldLimits:
         return self._is_own(model) or model in self.adapters()
 
     def keeps(self, model: str) -> bool:
-        """Of an adapter: whether a worker has it, or one of this model had it and may have it again."""
+        """Whether it is a name of this model, or of an adapter that a worker has, or had and may have again."""
         return self._is_own(model) or bool(self.adapters().get(model)) or model in self.kept_names
 
     @property
     def kept_names(self) -> Collection[str]:
-        """Of adapters."""
+        """The names of adapters that are kept."""
         found = self.adapters()
         return found.kept if isinstance(found, KnownNames) else ()
 

@@ -35,7 +35,7 @@ def names(raw: bytes | bytearray, model: str) -> bool:
 
 
 def of_message(raw: bytes) -> str:
-    """Of a message whose field 1 is the model. "" if it does not begin with that."""
+    """The model that a message names in its field 1; "" if it does not begin with that."""
     if len(raw) < 2 or raw[0] != _FIELD_1 or raw[1] > _MAX_NAME_BYTES:
         return ""
     return raw[2 : 2 + raw[1]].decode(errors="replace")

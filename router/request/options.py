@@ -30,7 +30,7 @@ AnswerTokens: TypeAlias = Annotated[int, late(minimum=1, maximum="room")]
 
 
 def template_effort(effort: str | None) -> str | None:
-    """As chat templates call a reasoning effort."""
+    """The name of a reasoning effort in chat templates."""
     return None if effort is None else _TEMPLATE_EFFORTS.get(effort, effort)
 
 
@@ -110,7 +110,7 @@ class GenerationOptions(RequestModel):
 
     @property
     def asked_grammar(self) -> RequestedGrammar | None:
-        """What every answer must match."""
+        """The grammar that every answer must match; None: there is none."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""What a key allows: models, parts of an answer that only admins' keys see (workers, queueing times, placement), and a
+"""Permissions of a key: models, parts of an answer that only admins' keys see (workers, queueing times, placement), and a
 class of priority."""
 
 from __future__ import annotations

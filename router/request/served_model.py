@@ -36,7 +36,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What answers show, also where a request names an alias."""
+        """The name that answers show, also where a request names an alias."""
         return self.validator.limits.served_model
 
     @property

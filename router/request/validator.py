@@ -27,7 +27,7 @@ OTHER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Envelope:
-    """What comes with a prompt and its options."""
+    """Fields of a request beside its prompt and options."""
 
     request_id: str = ""
     model: str = ""  # as asked: "" is the served one

@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """What a tokenizer's decoder does, token by token."""
+    """A tokenizer's decoder, token by token."""
 
     def read(self, token: str) -> Piece:
-        """What a token of the vocabulary adds."""
+        """The piece that a token of the vocabulary adds."""
 
     def join(self, pieces: Iterable[Piece]) -> str:
         """The text of a list of tokens."""
@@ -105,7 +105,7 @@ def _text_of_run(run: bytes) -> str:
 
 
 class ByteTable:
-    """What each token adds, by id; an entry is made when its id first comes."""
+    """The pieces that tokens add, by id; an entry is made when its id first comes."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: Decoder):
         self.tokenizer = tokenizer

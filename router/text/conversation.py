@@ -36,7 +36,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is rendered, and which calls the answer may have.
+    """The input of a chat template, and which calls the answer may have.
 
     `messages`: a role (system, user, assistant, tool) and `content` each. An assistant's may have `tool_calls` — objects
     `{"id", "type": "function", "function": {"name", "arguments"}}` with arguments as an object — and
@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """Of the messages' contents, reasoning and calls."""
+        """Characters of the messages' contents, reasoning and calls."""
         return sum(map(len, self._texts()))
 
     def _texts(self) -> Iterator[str]:

@@ -74,7 +74,7 @@ class Detokenizer:
             self._prefix = 0
 
     def flush(self) -> str:
-        """At the end: the rest of the text, with replacement characters for incomplete ones."""
+        """End the answer: return the rest of the text, with replacement characters for incomplete ones."""
         shown = self._decode_shown()
         text = self._decode(self._prefix, len(self._ids))
         self._prefix = self._read = len(self._ids)
@@ -82,7 +82,7 @@ class Detokenizer:
         return text[len(shown) :]
 
     def complete(self) -> str:
-        """Before a special token: the text of a character that no later token will complete."""
+        """Return, before a special token, the text of a character that no later token will complete."""
         return "" if self._read == len(self._ids) else self.flush()
 
     def _decode_shown(self) -> str:

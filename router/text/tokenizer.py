@@ -325,7 +325,7 @@ class ModelText:
         return None if self._prompt_pieces is None else self._prompt_pieces.cache
 
     def detokenizer(self, before: list[int]) -> Detokenizer:
-        """For one choice, whose answer follows the tokens `before`."""
+        """A detokenizer for one choice, whose answer follows the tokens `before`."""
         if self._byte_table is not None:
             return self._byte_table.detokenizer(before)
         return Detokenizer(self.tokenizer, before, self.pieces.special)

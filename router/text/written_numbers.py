@@ -69,7 +69,7 @@ def may_have_zero(compact: bytes) -> bool:
 
 
 def _pieces(raw: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    """Which other threads may run between; what is searched for is within one of them."""
+    """Pieces between which other threads may run; what is searched for is within one of them."""
     for at in range(0, len(raw), _PIECE):
         yield raw[max(0, at - _LONGEST + 1) : at + _PIECE]
 
@@ -123,5 +123,5 @@ def _fraction(text: str) -> float:
 
 
 def no_constant(name: str) -> NoReturn:
-    """For json.loads, which takes NaN and Infinity: JSON has neither."""
+    """Refuse a constant of json.loads, which takes NaN and Infinity: JSON has neither."""
     raise ValueError(name)

@@ -70,7 +70,7 @@ def test_a_single_choice_may_be_a_text(stream: Streamer, router: StubRouter) -> 
     assert list(router.inference.requests[0].options.grammar.choice.texts) == ["yes"]
 
 
-def test_logprobs(stream: Streamer, router: StubRouter) -> None:
+def test_a_completion_has_log_probabilities_and_alternatives(stream: Streamer, router: StubRouter) -> None:
     _, completion = stream(router.address, "x", max_tokens=2, logprobs=2)
     assert [item.logprob for item in completion.choices[0].logprobs] == [-0.5, -0.5]
     assert completion.choices[0].logprobs[0].top == ((0, -1.0), (1, -2.0))
@@ -89,7 +89,7 @@ def test_log_probabilities_of_a_prompt_come_once(stream: Streamer, router: StubR
     assert completion.reconnects == 1
 
 
-def test_several_choices(stream: Streamer, router: StubRouter) -> None:
+def test_each_of_several_choices_has_its_own_tokens(stream: Streamer, router: StubRouter) -> None:
     _, completion = stream(router.address, "x", max_tokens=3, n=2, seed=1)
     for index, choice in enumerate(completion.choices):
         assert choice.token_ids == tuple(token_at(1, index, 1 + step) for step in range(3))
@@ -137,7 +137,9 @@ def test_typed_errors_cross_the_wire(stream: Streamer, router: StubRouter, error
     assert caught.value.retry_after_seconds == error.retry_after_seconds
 
 
-def test_deadline(stream: Streamer, router: StubRouter) -> None:
+def test_a_deadline_ends_the_stream_and_cancels_it_at_the_router(
+    stream: Streamer, router: StubRouter
+) -> None:
     router.inference.hang_after = 2
     with pytest.raises(DeadlineError):
         stream(router.address, "x", timeout_seconds=0.3)

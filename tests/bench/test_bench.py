@@ -61,7 +61,7 @@ def test_shortfalls_are_reported() -> None:
     ("value", "shown"),
     [(0.0, "0"), (0.00042, "0.00042"), (0.71234, "0.712"), (12.345, "12.3"), (12345.6, "12,346")],
 )
-def test_numbers(value: float, shown: str) -> None:
+def test_a_number_has_three_digits_and_thousands_are_separated(value: float, shown: str) -> None:
     assert report.number(value) == shown
 
 

@@ -291,7 +291,7 @@ class DecodeMachine(PeerRules):
             self.settle(4)
 
 
-def test_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decode_worker_keeps_its_invariants_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (incoming, decode_attempt):
         monkeypatch.setattr(module, "StateMachine", CountedMachine)
     REACHED.counts.update(dict.fromkeys(REACHED.counts, 0))

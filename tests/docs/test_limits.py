@@ -10,10 +10,15 @@ from cluster.config import adapters
 from cluster.config.router import RouterConfig
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_CHOICES
 from cluster.membership.known_adapters import MAX_REMOVED
+from cluster.protocol import times
+from engine.grammar_masks import MASK_SECONDS
 from engine.lora.loaded import READ_SECONDS
+from engine.sampling.grammar.llguidance_backend import MAX_ANSWER_BYTES
 from router.frontends.http.adapters import WAIT_SECONDS
 from router.frontends.http.openai.requests import COMPLETION_TOKENS
 from router.frontends.http.responses.request import MAX_METADATA
+from router.placement.last_loads import READ_LEAST, VALID_SECONDS
+from router.quota.unsettled import KEPT_SECONDS
 from router.request.grammar.schema_walk import MAX_DEPTH
 from router.request.tool_schemas import MAX_REFUSED
 from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARG_NAME, MAX_KWARGS, NAME
@@ -23,6 +28,7 @@ from router.text.parsers.tools.pythonic import MAX_CALLS_TEXT
 from tests.docs.pages import ROOT
 
 API = " ".join((ROOT / "docs" / "api.md").read_text().split())
+RELIABILITY = " ".join((ROOT / "docs" / "reliability.md").read_text().split())
 _BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 STATED = [
     f"at most {MAX_REQUEST_ID} characters; without it the router generates one",
@@ -41,6 +47,16 @@ STATED = [
     f"After {WAIT_SECONDS:g} s the answer is 504",
     f"each for {READ_SECONDS:g} s at most",
     f"the last {MAX_REMOVED} names that were unloaded",
+    f"({MASK_SECONDS:g} s of processor time to find the next tokens, {MAX_ANSWER_BYTES >> 20} MiB of memory",
+]
+
+PROMISED = [
+    f"suspect after {times.SUSPECT_SECONDS:g} s, lost after {times.LOST_SECONDS:g} s of silence over its link",
+    f"Ranks send a beat with their progress every {times.RANK_BEAT_SECONDS:g} s",
+    f"While a rank has been silent for more than {times.RANK_QUIET_SECONDS:g} s",
+    f"starts that need it end after {times.RAY_HEAD_LOST_SECONDS:g} s",
+    f"those of the {READ_LEAST} least loaded workers of each role; those read more than {VALID_SECONDS:g} s ago no longer",
+    f"quota settlements wait up to {KEPT_SECONDS:g} s",
 ]
 
 
@@ -53,6 +69,11 @@ def test_the_most_choices_of_a_grammar_are_stated_once() -> None:
 @pytest.mark.parametrize("sentence", STATED)
 def test_the_page_of_the_api_states_a_limit_as_it_is(sentence: str) -> None:
     assert sentence in API
+
+
+@pytest.mark.parametrize("sentence", PROMISED)
+def test_the_page_of_reliability_states_a_time_as_it_is(sentence: str) -> None:
+    assert sentence in RELIABILITY
 
 
 def test_the_page_of_the_api_states_defaults_of_settings_as_they_are() -> None:

@@ -36,8 +36,8 @@ def llama(checkpoint, tmp_path_factory):
 
 
 # One cluster a family, which takes 11 s: `make test` hands over Llama, and every variant within one process
-# (tests/engine/test_parity_ranks.py). A family's variants differ in sizes and flags, which that covers; so do mixtures of
-# experts, of which the hand-off sees attention alone.
+# (tests/engine/model/test_parity_ranks.py). A family's variants differ in sizes and flags, which that covers; so do
+# mixtures of experts, of which the hand-off sees attention alone.
 OTHERS = [
     *("qwen2-window", "qwen3", "mistral", "phi4", "olmo2", "granite", "glm4", "gemma2", "gemma3"),
     *("gemma3-multimodal", "mixtral", "qwen3-moe", "gpt-oss"),

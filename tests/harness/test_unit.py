@@ -14,9 +14,9 @@ from tests.harness.unit import HEAVY, ROOT, light_modules, needed
     ("module", "light"),
     [
         ("tests/router/admission/test_low_priority.py", True),
-        ("tests/cluster/test_registration.py", True),
-        ("tests/kv_transfer/test_geometry.py", False),  # through numpy rows of torch tensors
-        ("tests/engine/test_sampling.py", False),
+        ("tests/cluster/membership/test_registration.py", True),
+        ("tests/kv_transfer/layout/test_geometry.py", False),  # through numpy rows of torch tensors
+        ("tests/engine/sampling/test_sampling.py", False),
         ("tests/end_to_end/test_drain.py", False),
         ("tests/system/test_wheel.py", False),
     ],
@@ -41,7 +41,9 @@ def test_the_shared_fixtures_import_nothing_heavy() -> None:
 
 def test_a_run_of_one_light_module_imports_nothing_heavy() -> None:
     """From its collection to its summary."""
-    program = "import sys, pytest; pytest.main(['-q', 'tests/cluster/test_block_hash.py', '-k', 'salt']); "
+    program = (
+        "import sys, pytest; pytest.main(['-q', 'tests/cluster/protocol/test_block_hash.py', '-k', 'salt']); "
+    )
     program += "print(sorted(set(sys.argv[1:]) & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program, *HEAVY],

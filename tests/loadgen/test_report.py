@@ -70,7 +70,7 @@ def test_throughput_spans_from_the_first_due_to_the_last_token() -> None:
     assert found.output_tokens_per_second == pytest.approx(1.0)
 
 
-def test_server_figures() -> None:
+def test_figures_of_the_server_are_summed_or_averaged() -> None:
     timings = Timings(kv_bytes_shipped=10, transport="nixl", attempts=2, placement_calls=2)
     local = Timings(attempts=1, placement_calls=1)
     found = report(
@@ -134,7 +134,7 @@ def test_the_page_loads_nothing() -> None:
     assert "<script" not in shown
 
 
-def test_summary() -> None:
+def test_a_summary_has_median_largest_and_count() -> None:
     assert summarise([]).count == 0
     found = summarise([float(value) for value in range(1, 101)])
     assert (found.p50, found.max, found.count) == (50.5, 100.0, 100)

@@ -55,7 +55,7 @@ def test_shared_prompts_share_exactly_their_prefix() -> None:
     assert len({tuple(prompt.ids[48:]) for prompt in found}) == 20
 
 
-def test_several_prefixes() -> None:
+def test_prompts_share_as_many_prefixes_as_are_asked_for() -> None:
     settings = config(workload="shared", prompt_kind="tokens", prefix_tokens=8, prefixes=3)
     assert len({tuple(prompt.ids[:8]) for prompt in prompts(settings, 60)}) == 3
 
@@ -73,7 +73,7 @@ def test_conversations_end_after_their_turns() -> None:
     assert session.next("b") is None
 
 
-def test_constant_schedule() -> None:
+def test_a_constant_rate_has_equal_pauses() -> None:
     schedule = session_schedule(config(rate=4.0, arrival="constant", requests=3))
     assert schedule == pytest.approx([0.25, 0.5, 0.75])
 

@@ -33,7 +33,7 @@ def ask(router: Any, key: str, **more: Any) -> httpx.Response:
     return httpx.post(f"{router.http}/v1/completions", json={**BODY, **more}, headers=headers, timeout=30)
 
 
-def test_requests_a_minute(named, router):
+def test_more_requests_than_a_minute_allows_are_refused_with_a_time(named, router):
     answers = [ask(router, named["few"]) for _ in range(6)]
     assert [one.status_code for one in answers].count(200) >= 2
     refused = answers[-1]

@@ -1,4 +1,4 @@
-"""What a link sends next: one frame at a time, built from the logs of its handles when the frame before has left.
+"""The next output of a link: one frame at a time, built from the logs of its handles when the frame before has left.
 
 The logs are the only buffer: what several steps made while a frame was unwritten goes out in the next one.
 """

@@ -150,8 +150,8 @@ def _load_leader(
 
 
 def _why_ended(starting: Sequence[StartingRank]) -> str:
-    """What the rank says that has ended the load; "" if none does. The others report the loss of a rank, too, or that not
-    all have joined."""
+    """The error of the rank that has ended the load; "" if none reports one. The others report the loss of a rank, too, or
+    that not all have joined."""
     until, less = time.monotonic() + REASON_SECONDS, ""
     for rank in starting:
         reason = rank.failure(max(LEAST_SECONDS, until - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Tells decode workers that a prefill worker on Ray has exited, which ends the quarantine of its landing slots.
+"""Notifies decode workers that a prefill worker on Ray has exited, which ends the quarantine of its landing slots.
 
 The Ray replica that started the worker sends this notice, as `baton up` does for the workers that it starts. It is sent
 only when no process of the worker's session is left. Ranks on other nodes are not in that session, so for a worker
@@ -38,7 +38,7 @@ from cluster.security.tls import worker_peers
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # between the worker's last message and SIGKILL
-TELL_SECONDS = 10.0  # how long the replica waits for answers
+ANSWER_SECONDS = 10.0  # how long the replica waits for answers
 POLL_SECONDS = 0.1
 LATE_SECONDS = 2 * FORGET_SECONDS  # twice the time after which the registry forgets a dead worker
 LATE_POLL_SECONDS = 1.0
@@ -62,23 +62,23 @@ class ExitReport:
                 "processes of %s survive SIGKILL: its landing slots stay in doubt until they end",
                 gone.worker_id,
             )
-            self._tell_later(gone, None)
+            self._notify_later(gone, None)
             return
         waiting: dict[str, str] | None = None
         try:
-            waiting = self._tell(gone.worker_id)
+            waiting = self._notify(gone.worker_id)
         except redis.RedisError as error:
             log.warning("the exit of %s is sent later, Redis failed: %s", gone.worker_id, error)
         if waiting is None or waiting:
-            self._tell_later(gone, waiting)
+            self._notify_later(gone, waiting)
 
-    def _tell(self, worker_id: str) -> dict[str, str]:
-        """Return those that have not answered, id and address."""
+    def _notify(self, worker_id: str) -> dict[str, str]:
+        """Send the notice for ANSWER_SECONDS at most; return the decode workers without an answer, as id and address."""
         workers = decode_workers(self._config)
         addresses = {one.worker_id: one.address for one in workers}
         answering = {one.worker_id for one in workers if one.lease != "dead"}
         notices = ExitNotices(worker_peers(self._config))
-        deadline = time.monotonic() + TELL_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         try:
             notices.add(worker_id, addresses)
             notices.send(addresses)
@@ -89,7 +89,7 @@ class ExitReport:
         finally:
             notices.close()
 
-    def _tell_later(self, gone: Facts, waiting: dict[str, str] | None) -> None:
+    def _notify_later(self, gone: Facts, waiting: dict[str, str] | None) -> None:
         try:
             launch(self._config, gone, waiting)
         except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""What the dashboards show: a module a board."""
+"""Contents of the dashboards: one module for each board."""
 
 from __future__ import annotations
 

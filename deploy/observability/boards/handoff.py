@@ -1,4 +1,4 @@
-"""From Reserve to the commit: rates, stages, slots, parts."""
+"""Hand-offs, from Reserve to the commit: rates, stages, slots, parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each model of a router gets."""
+"""Requests, latencies and limits of each model of a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What boards are made of. `$__rate_interval`, `$namespace` and `$model` are Grafana's to fill in."""
+"""Parts of boards. `$__rate_interval`, `$namespace` and `$model` are Grafana's to fill in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Board:
 
 
 def _selector(metric: str, labels: str) -> str:
-    """Of the namespace that is chosen, and of the model, where the metric is one of models."""
+    """Labels that select the chosen namespace, and the model where the metric has that label."""
     chosen = [NS, MODEL] if _is_of_models(metric) else [NS]
     return f"{metric}{{{','.join([*chosen, *([labels] if labels else [])])}}}"
 

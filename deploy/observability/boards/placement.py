@@ -1,4 +1,4 @@
-"""Where requests go, and what decides it."""
+"""Placements: the workers chosen, and the terms of their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks for how much, and who waits."""
+"""Load, waiting times and refusals by tenant."""
 
 from __future__ import annotations
 

@@ -44,9 +44,8 @@ BYTES_PER_COST = 5
 BYTES_PER_ITEM, BYTES_PER_ROW = 8, 40  # of an answer: items of the parser, which stay until it ends
 # Objects of 16,000 tokens take 3 MiB. A grammar of many rules for the same text takes 100 KB per token.
 MAX_ANSWER_BYTES = 16 << 20
-PIECE_TOKENS = (
-    32  # of one call, which holds the interpreter lock: 2,000 tokens of 200 ambiguous rules take 3 s
-)
+# Of one call, which holds the interpreter lock: 2,000 tokens of 200 ambiguous rules take 3 s.
+PIECE_TOKENS = 32
 MEASURED_TOKENS = 256  # between two looks at all of these, which take half a millisecond
 FIRST_LOOK_TOKENS = 16  # at the memory of an answer: 256 tokens may take more than it may have
 # To see what an answer takes without what masks have looked at: 10,000 tokens of JSON take a fifth of it.

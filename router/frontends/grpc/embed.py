@@ -136,7 +136,7 @@ class _Vectors:
 
 
 class _Outlet:
-    """Of a call with one answer: its client's end cancels the call's own task."""
+    """The outlet of a call with one answer: its client's end cancels the call's own task."""
 
     paused = False
 

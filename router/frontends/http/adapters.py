@@ -116,7 +116,7 @@ class AdapterCalls:
             return False
 
     async def _found(self, name: str) -> Wanted | None:
-        """What Redis has now. Raises redis.RedisError, OSError."""
+        """The adapter's entry in Redis now. Raises redis.RedisError, OSError."""
         async with asyncio.timeout(REDIS_SECONDS):
             return await self._gateway.services.wanted_adapters.find(name)
 

@@ -298,7 +298,7 @@ def _without(schema: Any, lists: Collection[list[str]], hidden: Collection[str])
 
 
 def _list(models: Iterable[bytes]) -> bytes:
-    """Of encoded models."""
+    """The answer that lists encoded models."""
     return b'{"object":"list","data":[' + b",".join(models) + b"]}"
 
 

@@ -27,7 +27,7 @@ class Cors(CORSMiddleware):
         )
 
     async def headers_for(self, request: Headers) -> RawHeaders:
-        """Of the answer to a request that does not pass through this layer."""
+        """Headers for the answer to a request that does not pass through this layer."""
         start: Message = {"type": "http.response.start", "headers": []}
         await self.send(start, _discard, request)
         added: RawHeaders = start["headers"]

@@ -46,7 +46,7 @@ class Gate:
         await (refusal or self._app)(scope, receive, send)
 
     async def refusal(self, scope: Scope) -> Response | None:
-        """What to answer in place of the endpoint. None: the request may go on, and its scope has its caller."""
+        """The answer in place of the endpoint's. None: the request may go on, and its scope has its caller."""
         try:
             caller = scope[CALLER] = self._caller(scope)
         except BatonError as error:

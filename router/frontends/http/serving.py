@@ -94,12 +94,12 @@ class ParsedRequest:
 
     @property
     def size(self) -> AnswerSize:
-        """Of the whole answer: each choice of a prompt repeats its fields."""
+        """The size of the whole answer: each choice of a prompt repeats its fields."""
         return answer_size(self.completions, self.echo_bytes * self.completions[0].n, self.dimensions)
 
     @property
     def first_choices(self) -> list[int]:
-        """By completion, in the numbers of the whole answer."""
+        """The first choice of each completion, in the numbers of the whole answer."""
         return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
 
 
@@ -294,7 +294,7 @@ def request_id(request: Request) -> str:
 
 
 def timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
-    """Of a whole answer. `admin`: its client may see the workers."""
+    """Headers with the timings of a whole answer. `admin`: its client may see the workers."""
     timings = outcome.timings
     workers = {
         "x-baton-prefill-worker": _for_header(timings.prefill_worker),

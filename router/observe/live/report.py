@@ -88,7 +88,7 @@ class Recorder:
 
 
 class Requests(NamedTuple):
-    """By how they ended. Refused: by a limit, a key or a quota. Failed: by any other error."""
+    """Requests by how they ended. Refused: by a limit, a key or a quota. Failed: by any other error."""
 
     ok: int = 0
     cancelled: int = 0

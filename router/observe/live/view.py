@@ -111,5 +111,5 @@ def _flat(point: ChartPoint) -> dict[str, float | None]:
 
 
 def _short(value: float | None) -> float | None:
-    """With four digits."""
+    """The value with four digits."""
     return None if value is None else float(f"{value:.4g}")

@@ -23,7 +23,7 @@ class Gap(NamedTuple):
 
 
 def bound_gap(part: Mapping[str, Any]) -> Gap | None:
-    """Of the bounds in one part of a schema."""
+    """The gap of the bounds in one part of a schema; None: they have a grammar."""
     if part.keys().isdisjoint(_SIDES):
         return None
     given = part.get("type")

@@ -60,7 +60,7 @@ def _control(character: str) -> str:
 
 
 def _why_no_value(value: object) -> str:
-    """Of a value that an answer is to have: its texts (names in it may have control characters), its whole numbers."""
+    """Why no answer can have this value, by its texts (names in it may have control characters), its whole numbers."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

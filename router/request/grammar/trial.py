@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Finding(NamedTuple):
-    """What was found out about the grammars of a request, in their order.
+    """The result of a trial of a request's grammars, in their order.
 
     `passed`: so many of the first ones are allowed. `refused`: the number of the one that is not; None = all passed. Those
     behind the first `passed` were not tried to the end. `lasting`: the grammar is refused by itself, whatever the others
@@ -180,7 +180,7 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def _serve() -> None:
-    """Until the router closes its end."""
+    """Serve trials until the router closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes of the router
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     tokenizer_json, vocab_size, eos, short = json.loads(_receive(questions))
@@ -198,8 +198,8 @@ def _serve() -> None:
 
 
 def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec], short: float | None = None) -> Finding | str:
-    """What a process finds; or _NO_VERDICT, or the traceback of a fault that is no grammar's. `short`: the processor time
-    of a short trial."""
+    """Try the grammars in a process. Returns its finding; or _NO_VERDICT, or the traceback of a fault that is no
+    grammar's. `short`: the processor time of a short trial, seconds."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -288,7 +288,7 @@ def _all_too_much(passed: int, count: int) -> Finding:
 
 
 def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
-    """What the process wrote, and what it does if it has not ended in time: it `works` or `hangs`."""
+    """The lines that the process wrote, and its state if it has not ended in time: it `works` or `hangs`."""
     raw, began, used, late = b"", time.monotonic(), -1, ""
     while not late:
         if _is_ready(pipe, select.POLLIN, POLL_SECONDS):
@@ -318,7 +318,7 @@ def _state(pid: int) -> tuple[bool, int]:
 
 
 def _limit() -> None:
-    """For the rest of this process, which ends when it goes over one of them."""
+    """Set limits for the rest of this process, which ends when it exceeds one of them."""
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))

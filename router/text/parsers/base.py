@@ -1,4 +1,4 @@
-"""What parsers of answers share."""
+"""Common parts of the parsers of answers."""
 
 from __future__ import annotations
 

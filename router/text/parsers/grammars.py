@@ -36,7 +36,7 @@ class _Answer:
     bare: str
 
     def behind(self, called: str = "") -> str:
-        """What follows the reasoning: an answer or what is `called`, and line ends before it. The parser leaves out
+        """The rule behind the reasoning: an answer or what is `called`, and line ends before it. The parser leaves out
         MAX_GAP at most: all of them precede an answer that may begin with one."""
         either, bare = (" | ".join(filter(None, (called, one))) for one in (self.rule, self.bare))
         if self.rule == self.bare:
@@ -47,7 +47,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Calls:
-    """What is asked of an answer's calls."""
+    """Requirements on an answer's calls."""
 
     tools: Sequence[Tool]
     must_call: bool

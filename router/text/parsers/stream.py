@@ -37,14 +37,14 @@ class Markers:
             self.texts[special[text]] = text
 
     def __getitem__(self, text: str) -> str:
-        """As it stands in `joined` texts."""
+        """The marker as it stands in `joined` texts."""
         return self._forms.get(text, text)
 
     def joined(self, pieces: Sequence[str | int]) -> str:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)
 
     def shown(self, text: str) -> str:
-        """Without special tokens, and without what escapes such as `\\ud800` make of a name."""
+        """The text without special tokens, and without what escapes such as `\\ud800` make of a name."""
         return without_surrogates(text)
 
 
@@ -76,7 +76,7 @@ class Held:
         return text[:keep], "", ""
 
     def rest(self) -> str:
-        """What waits, once nothing follows."""
+        """Take the text that is held back, once nothing follows."""
         rest, self._text = self._text, ""
         return rest
 
@@ -187,7 +187,7 @@ class Answer:
             self._parts.append(ReasoningText(text))
 
     def undecided(self, text: str, *, in_call: bool) -> None:
-        """What is left at the answer's end: content, unless the answer was cut `in_call`, in the markup of a call."""
+        """Pass on the text left at the answer's end as content, unless the answer was cut `in_call`, in call markup."""
         if not (self.cut and (in_call or self.demanded)):
             self.content(text)
 
@@ -197,7 +197,7 @@ class Answer:
         self.unfinished = True
 
     def arguments(self, text: str, *, ended: bool) -> None:
-        """Of the last call. `ended`: they are whole with this piece, which may be empty."""
+        """Pass on arguments of the last call. `ended`: they are whole with this piece, which may be empty."""
         if text := self._markers.shown(text):
             self._parts.append(CallArguments(self._calls - 1, text))
         self.unfinished = not ended

@@ -113,7 +113,9 @@ claims = st.builds(
 
 
 @given(all_claims=st.lists(claims, min_size=2, max_size=6), spare=st.integers(0, 20), may_move=st.booleans())
-def test_sharing_out(all_claims: list[Claim], spare: int, may_move: bool) -> None:
+def test_shares_stay_within_the_budget_and_reach_what_is_wanted_where_there_is_room(
+    all_claims: list[Claim], spare: int, may_move: bool
+) -> None:
     """Of one model's two pools, and of several models'."""
     budget = sum(one.gpus_held(one.before) for one in all_claims) + spare
     shares = share_out(budget, all_claims, may_move)

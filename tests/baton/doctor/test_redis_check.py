@@ -81,7 +81,7 @@ def test_its_version_role_and_kind(scheme, facts, grade, says):
     assert ("slot 9937, which has all keys {ns}:*" in check.found) == (scheme == "redis+cluster")
 
 
-def test_a_real_server(server):
+def test_a_master_is_ok_and_a_silent_one_is_missing(server):
     check = check_server(server.url, "ns")
     assert check.grade == "ok" and "master with 0 replica(s)" in check.found
     silent = check_server("redis+sentinel://user:hush@127.0.0.1:1/m", "ns")

@@ -17,7 +17,7 @@ import redis
 
 from baton.processes import sessions
 from baton.ray_pools.supervision import exit_report, worker_sockets
-from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
+from baton.ray_pools.supervision.exit_report import ANSWER_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
@@ -74,7 +74,7 @@ def test_a_decode_worker_with_a_dead_lease_gets_the_report_when_it_answers_again
     began = time.monotonic()
     try:
         ExitReport(settings).give(GONE)
-        assert time.monotonic() - began < TELL_SECONDS, "the replica does not wait for it"
+        assert time.monotonic() - began < ANSWER_SECONDS, "the replica does not wait for it"
         assert decode[0].told == []
         late = wait_for(lambda: late_words(tmp_path), LONG, "a process goes on")
         assert os.getsid(late[0]) != os.getsid(0)
@@ -97,7 +97,7 @@ def late_words(where: Path) -> list[int]:
 
 
 def test_a_worker_that_does_not_answer_gets_the_report_later(decode, settings, launched, monkeypatch):
-    monkeypatch.setattr("baton.ray_pools.supervision.exit_report.TELL_SECONDS", 0.2)
+    monkeypatch.setattr("baton.ray_pools.supervision.exit_report.ANSWER_SECONDS", 0.2)
     ExitReport(settings).give(GONE)
     assert launched == [{"d1": decode[1]}]
 

@@ -18,7 +18,7 @@ from baton.top.frame import sparkline
         ([1, 2], 0, ""),
     ],
 )
-def test_shapes(values: list[float | None], cells: int, line: str) -> None:
+def test_values_are_bars_and_missing_ones_are_gaps(values: list[float | None], cells: int, line: str) -> None:
     assert sparkline(values, cells) == line
 
 

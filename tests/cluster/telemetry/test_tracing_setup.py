@@ -24,7 +24,7 @@ from cluster.telemetry.tracing.spans import Tracing
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_off(environment: dict[str, str]) -> None:
+def test_without_a_collector_nothing_is_traced(environment: dict[str, str]) -> None:
     assert open_tracing(TelemetryFields(), "baton-router", "r1", environment) is None
 
 

@@ -44,7 +44,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     ("dtype", "of_weight"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)], ids=str
 )
 @pytest.mark.parametrize("width", [64, 100])
-def test_norms_and_the_sum(width, dtype, of_weight):
+def test_norms_are_those_of_torch_and_a_sum_is_written_in_place(width, dtype, of_weight):
     torch.manual_seed(0)
     (plain, own), _ = both(2, 1, 16, 16, dtype)
     x, delta = (torch.randn(3, width).to(dtype) for _ in range(2))
@@ -59,7 +59,7 @@ def test_norms_and_the_sum(width, dtype, of_weight):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
-def test_the_gate(dtype, activation):
+def test_the_gate_is_that_of_torch_and_keeps_nan(dtype, activation):
     torch.manual_seed(0)
     (plain, own), _ = both(2, 1, 16, 16, dtype, activation)
     gate_up = 3 * torch.randn(3, 2 * 1100).to(dtype)

@@ -125,7 +125,7 @@ def test_weights_are_expanded_a_part_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [FP8, BYTES, NIBBLES])
-def test_rows_in_bf16(kind):
+def test_products_of_bf16_rows_are_near_the_exact_ones(kind):
     weight, x = coded(kind, 32, 20, 64), torch.randn(3, 64).bfloat16()
     layer, exact = CodedLinear(weight, None), x.double() @ weight.expanded(torch.float32).double().t()
     for rows in (1, 3):

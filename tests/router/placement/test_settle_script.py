@@ -315,7 +315,7 @@ async def away(*_: Any) -> Any:
 
 async def test_what_ends_while_redis_is_away_for_long_is_not_kept(walked, redis_url, namespace, monkeypatch):
     """A day at 100 requests a second were gigabytes, and each try to settle went through all calls that were lost."""
-    monkeypatch.setattr(settlement, "MAX_UNTOLD", 100)
+    monkeypatch.setattr(settlement, "MAX_UNCONFIRMED", 100)
     charges = walked._charges
 
     def placed(number: int) -> PlacementRequest:
@@ -331,7 +331,7 @@ async def test_what_ends_while_redis_is_away_for_long_is_not_kept(walked, redis_
             charges.release(placed(number).transfer_id)
             if number % 10 == 0:
                 await walked.settle()
-                assert charges.untold <= 110 and len(walked._calls.unanswered) <= 110
+                assert charges.unconfirmed <= 110 and len(walked._calls.unanswered) <= 110
     while charges.pending:
         await walked.settle()
     with redis.Redis.from_url(redis_url) as client:

@@ -94,7 +94,7 @@ async def test_what_has_ended_is_no_load_while_redis_just_answers_placements_in_
 
 def test_a_charge_that_is_made_again_is_released_no_more():
     charges = Charges()
-    charges.disown(b"one")
+    charges.withdraw(b"one")
     charges.add(PlacementRequest(b"one", b"", 100, 10), INFO, INFO, 100, in_redis=False)
     changes = charges.changes()
     assert set(changes.added) == {b"one"} and not changes.released

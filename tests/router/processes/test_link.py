@@ -112,15 +112,15 @@ async def test_an_answer_to_an_earlier_scrape_is_not_taken_for_a_later_one() -> 
 
 async def test_a_process_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it goes on, it would answer all of them."""
-    child, told = ChildProcess(0, cast(RouterConfig, None), cast(Any, None)), list[Any]()
+    child, sent = ChildProcess(0, cast(RouterConfig, None), cast(Any, None)), list[Any]()
     child.started.set_result({})
-    monkeypatch.setattr(child, "tell", told.append)
+    monkeypatch.setattr(child, "send", sent.append)
     for _ in range(3):
         assert await child.scrape(0.01) is None
-    assert told == [{"do": "scrape", "number": 1}]
+    assert sent == [{"do": "scrape", "number": 1}]
     child._received({"scraped": 1, "metrics": []})
     assert await child.scrape(0.01) is None
-    assert told[1:] == [{"do": "scrape", "number": 2}]
+    assert sent[1:] == [{"do": "scrape", "number": 2}]
 
 
 async def test_a_parent_that_did_not_answer_is_asked_again(

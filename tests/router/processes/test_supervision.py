@@ -46,13 +46,13 @@ class Child:
     def __init__(self, index: int):
         self.index, self.serves, self.drained = index, True, asyncio.Event()
         self.signals: list[signal.Signals] = []
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
-    def tell(self, message: Any) -> None:
-        self.told.append(message["do"])
+    def send(self, message: Any) -> None:
+        self.sent.append(message["do"])
 
 
 def silent_for(memory: SharedMemory, index: int, seconds: float) -> None:
@@ -90,7 +90,7 @@ async def test_of_processes_that_do_not_drain_those_that_answer_may_end(
     monkeypatch.setattr(parent, "drain_limit_seconds", lambda config: 0.01)
     monkeypatch.setattr(running, "_tasks", [])
     await running.close()
-    assert [one.told for one in children] == [["drain", "stop"]] * 3
+    assert [one.sent for one in children] == [["drain", "stop"]] * 3
     assert "process 0 does not answer; it is killed" in caplog.text and silent.signals
     assert caplog.text.count("does not answer") == 1
 

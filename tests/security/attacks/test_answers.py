@@ -60,7 +60,7 @@ def test_a_request_may_not_ask_for_more(body: dict[str, Any], stream: bool, rout
     assert error["param"] == "max_tokens" and str(MOST) in error["message"]
 
 
-def test_nor_over_grpc(router: Router) -> None:
+def test_a_grpc_request_may_not_ask_for_more_either(router: Router) -> None:
     with Client(router.grpc) as client, pytest.raises(InvalidRequestError) as caught:
         client.generate("a", n=16, max_tokens=900, logprobs=20)
     assert (caught.value.field, caught.value.limit) == ("max_tokens", str(MOST))

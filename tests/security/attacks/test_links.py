@@ -111,7 +111,9 @@ async def test_a_list_of_handles_without_end(attacked: Attacked, monkeypatch: py
     ],
     ids=["http", "length", "no message", "no hello", "empty", "one byte too long"],
 )
-async def test_noise(noise: bytes, attacked: Attacked, caplog: pytest.LogCaptureFixture) -> None:
+async def test_noise_closes_the_connection_and_leaves_one_line_at_most(
+    noise: bytes, attacked: Attacked, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     async with attacked.attacker() as peer:
         peer.send_bytes(noise)

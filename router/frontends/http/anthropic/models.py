@@ -13,7 +13,7 @@ VERSION_HEADER = "anthropic-version"  # a header that these clients always send
 
 
 def asks_as_anthropic(request: Request) -> bool:
-    """Of a path that clients of both kinds use."""
+    """Whether a request for a path that clients of both kinds use is one of Anthropic's."""
     return VERSION_HEADER in request.headers
 
 

@@ -1,4 +1,4 @@
-"""What the kernel reports of a connection: the bytes that the client's system has received, and the client's end."""
+"""The kernel's report of a connection: the bytes that the client's system has received, and the client's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's head must have, beyond what the parser checks."""
+"""Requirements on a request's head beyond those that the parser checks."""
 
 from __future__ import annotations
 

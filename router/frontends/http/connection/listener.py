@@ -46,7 +46,7 @@ RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
 # Of accepted ones, whose first bytes have arrived: more lengthen a turn, fewer leave clients behind a flood.
-HEARD_PER_TURN = 256
+READABLE_PER_TURN = 256
 # Bounds what one turn spends on connections whose clients have left.
 LOOKED_AT_PER_TURN = 32
 # Few, as a request needs about ten turns; what opening one costs: see ready.py.
@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._loop.add_reader(self._silent, self._begin_heard)
+        self._loop.add_reader(self._silent, self._begin_readable)
         self._accepting = self._loop.create_task(self._accept(sockets or []))
         self._closing = self._loop.create_task(self._close_silent())
 
@@ -165,8 +165,8 @@ class HttpServer(uvicorn.Server):
         for connection in self._silent.overdue(self._loop.time()):
             connection.close()
 
-    def _begin_heard(self) -> None:
-        for connection in self._silent.heard(HEARD_PER_TURN):
+    def _begin_readable(self) -> None:
+        for connection in self._silent.take_readable(READABLE_PER_TURN):
             self._begin(connection)
 
     def _begin(self, connection: socket.socket) -> None:

@@ -12,7 +12,7 @@ MAX_SHORT_CHUNKS = 512
 
 
 class ShortChunks:
-    """Those of a request, and of the requests that wait with it: all of them may be read at once."""
+    """Counts the short chunks of a request, and of the requests that wait with it: all of them may be read at once."""
 
     def __init__(self, pipeline: Sized, refuse: Callable[[int, InvalidRequestError], None]):
         self._pipeline = pipeline

@@ -44,7 +44,7 @@ class SilentConnections:
         silent = self._by_descriptor[descriptor] = _Silent(connection, deadline)
         self._open.add(silent, address)
 
-    def heard(self, most: int) -> Iterator[socket.socket]:
+    def take_readable(self, most: int) -> Iterator[socket.socket]:
         """Take up to `most` whose first bytes, or whose end, have arrived."""
         for descriptor, _ in self._epoll.poll(0, most):
             yield self._take(self._by_descriptor[descriptor])

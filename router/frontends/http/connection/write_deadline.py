@@ -18,7 +18,8 @@ MIN_READ_BYTES = 1 << 16
 
 
 class WriteDeadline:
-    """Of one connection. It is checked several times, first after the client's kernel has filled its buffer."""
+    """The write deadline of one connection. It is checked several times, first after the client's kernel has filled its
+    buffer."""
 
     def __init__(self, transport: asyncio.Transport, client: tuple[str, int] | None, write_seconds: float):
         self._transport = transport

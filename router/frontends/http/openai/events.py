@@ -111,7 +111,7 @@ class Events:
             frames.append(self._after)
 
     def _beside(self, choice: int) -> dict[str, Any]:
-        """What a chunk has beside this choice, if it is the first one with it."""
+        """Fields of a chunk beside this choice, if it is the first one with it."""
         return {} if choice in self._begun else self._shape.of_first_chunk(choice)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from router.request.completion import Delta
 
 
 class ChatView(NamedTuple):
-    """What a request asks to be shown of its answers. `named`: it names the tool, so that a call ends with `stop`, as
-    OpenAI and vLLM have it."""
+    """The parts of its answers that a request asks for. `named`: it names the tool, so that a call ends with `stop`, as at
+    OpenAI and in vLLM."""
 
     reasoning: bool = True
     named: bool = False

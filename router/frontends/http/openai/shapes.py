@@ -183,14 +183,14 @@ class PromptIds:
         self._encoded: dict[int, bytes] = {}
 
     def of(self, choice: int) -> bytes:
-        """Of a whole answer: its choices share what is encoded."""
+        """The ids of a choice's prompt in a whole answer, encoded once for all of its choices."""
         place = choice // self._n
         if place not in self._encoded:
             self._encoded[place] = orjson.dumps(self._prompts[place])
         return self._encoded[place]
 
     def once(self, choice: int) -> bytes:
-        """Of a stream: empty for further choices of the prompt, which together were many times the request."""
+        """The ids of a choice's prompt in a stream; none for its further choices: all together could be too long."""
         place = choice // self._n
         if place in self._encoded:
             return b""
@@ -199,7 +199,7 @@ class PromptIds:
 
 
 class PromptShown(NamedTuple):
-    """What an answer shows of its prompt."""
+    """The parts of its prompt that an answer shows."""
 
     echoes: bool = False
     alternatives: int | None = None  # vLLM's prompt_logprobs

@@ -60,7 +60,7 @@ class _Output:
         return events
 
     def _taken(self, parts: Sequence[Part], *, parsed: bool) -> Sequence[Token]:
-        """Those of the waiting tokens that the content of `parts` is made of. What is before them is dropped: it is of
+        """The waiting tokens of which the content of `parts` is made. What is before them is dropped: it is of
         reasoning, of calls, or of markers. What is behind them waits on. All, where their text is not the content."""
         content = "".join(part.text for part in parts if isinstance(part, ContentText)).encode()
         tokens, self._waiting = self._waiting, []

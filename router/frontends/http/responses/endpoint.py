@@ -46,7 +46,7 @@ class Responses(CreatingEndpoint):
         await self._tokenizing.answer(request, self._counted)
 
     async def _counted(self, body: Mapping[str, Any], model: ServedModel, caller: Caller) -> bytes:
-        """Of the conversation as it was sent: `truncation` shortens none here."""
+        """Count the tokens of the conversation as it was sent: `truncation` shortens none here."""
         limits = model.validator.limits
         options = read_request(ResponseRequest, body, limits)
         with renamed(_NAMES, _PARTS):

@@ -62,7 +62,7 @@ class _Pieces:
         return "".join(self._texts)
 
     def _end(self, status: Status) -> str | orjson.Fragment:
-        """Of the text: what the last events show."""
+        """Set the status and return the text as the last events show it."""
         self.status, self._shown = status, self._lists.text(self.text)
         return self._shown
 

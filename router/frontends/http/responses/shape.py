@@ -85,7 +85,7 @@ class ResponseShape:
 
 
 def echoed(request: ResponseRequest, completion: Completion) -> dict[str, Any]:
-    """What a response repeats of its request, with the values that were used."""
+    """The fields of its request that a response repeats, with the values that were used."""
     reasoning, text, sampling = request.reasoning, request.text, completion.sampling
     asked = text.format.asked if text is not None and text.format is not None else _PLAIN_TEXT
     return {

@@ -66,7 +66,7 @@ def _tools(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
 
 
 def _function(given: Mapping[str, Any]) -> dict[str, str]:
-    """What is kept of a choice of a function for the answer, which repeats it."""
+    """The choice of a function as the answer repeats it."""
     return {"type": "function", "name": given["name"][: MAX_NAME + 1]}
 
 

@@ -51,7 +51,7 @@ class Turns:
         return replace(self._conversation, messages=[*self._first, *kept])
 
     def __len__(self) -> int:
-        """Of parts."""
+        """The number of parts."""
         return 1 + len(self._turns)
 
 

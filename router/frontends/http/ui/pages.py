@@ -66,7 +66,7 @@ class Page:
 
 
 def read_pages() -> dict[str, Page]:
-    """By path."""
+    """The pages by path."""
     folder = resources.files("router.frontends.http.ui").joinpath("static")
     return {path: _page(name, folder.joinpath(name).read_bytes()) for path, name in _FILES.items()}
 

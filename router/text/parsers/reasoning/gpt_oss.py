@@ -59,7 +59,7 @@ class GptOss:
             self._answer.undecided(self._header, in_call=called or self._behind)
 
     def _recipient(self) -> str:
-        """Of a header that has not ended: the function, if its name has; else empty."""
+        """The function that a header which has not ended names, if the name has ended; else empty."""
         found = _RECIPIENT.search(self._header or "")
         return found[1] if found is not None and found.end() < len(self._header or "") else ""
 

@@ -11,7 +11,8 @@ _BETWEEN = " \t\r\n,;"  # calls behind one marker
 
 
 class Hermes:
-    """What is no call is content, with its markers. Behind a call there may be further ones, text, and the end marker."""
+    """Text that is no call is content, with its markers. Behind a call there may be more calls, text and the end
+    marker."""
 
     def __init__(self, answer: Answer, markers: Markers):
         self._answer, self._begin, self._end = answer, markers[BEGIN], markers[END]

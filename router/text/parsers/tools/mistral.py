@@ -13,7 +13,7 @@ _SEPARATOR = re.compile(r"\s*,?\s*")
 
 
 class Mistral:
-    """What is no call stays content."""
+    """Text that is no call stays content."""
 
     def __init__(self, answer: Answer, markers: Markers):
         self._answer, self._markers = answer, markers

@@ -111,7 +111,7 @@ async def _http(gateway: StubGateway, asked: list[Case]) -> Table:
     return table
 
 
-def test_http_requests(gateways: dict[str, StubGateway]) -> None:
+def test_http_requests_have_their_recorded_outcomes(gateways: dict[str, StubGateway]) -> None:
     every = cases()
     table: Table = {}
     for name, gateway in gateways.items():
@@ -137,7 +137,7 @@ async def _grpc(gateway: StubGateway) -> Table:
     return table
 
 
-def test_grpc_messages(gateways: dict[str, StubGateway]) -> None:
+def test_grpc_messages_have_their_recorded_outcomes(gateways: dict[str, StubGateway]) -> None:
     _compare(asyncio.run(_grpc(gateways["strict"])), GOLDEN / "grpc.jsonl")
 
 

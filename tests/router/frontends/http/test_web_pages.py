@@ -114,7 +114,9 @@ class Unordered:
         ("chrome-extension://abc", "127.0.0.1:8000", False),
     ],
 )
-def test_origins(origin: str, host: str, is_refused: bool, reached: str) -> None:
+def test_a_page_of_another_origin_is_refused_unless_it_is_listed(
+    origin: str, host: str, is_refused: bool, reached: str
+) -> None:
     pages = WebPages((CORS,))
     for headers in ({"host": host, "origin": origin}, {"origin": origin, "host": host}):
         assert refused(pages, reached=reached, **headers) == ("origin" if is_refused else None)

@@ -19,6 +19,8 @@ from router.observe.traces import Arrival
         ([("traceparent", "p"), ("traceparent", "q")], {}),
     ],
 )
-def test_trace_headers(headers: list[tuple[str, str]], expected: dict[str, str]) -> None:
+def test_a_trace_is_taken_over_from_one_valid_header(
+    headers: list[tuple[str, str]], expected: dict[str, str]
+) -> None:
     arrival = Arrival(lambda name: [value for key, value in headers if key == name])
     assert arrival.trace_headers == expected

@@ -26,7 +26,7 @@ def test_tenants_beyond_the_limit_share_one_account() -> None:
     assert done == {"none": 2, "tenant-1": 2, "tenant-2": 2, OTHER: 14}
 
 
-def test_results() -> None:
+def test_each_outcome_counts_as_one_of_four_results() -> None:
     said = {
         name: result_of(name)
         for name in ("ok", "cancelled", "overloaded", "OverloadedError", "InternalError")

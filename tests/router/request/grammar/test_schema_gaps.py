@@ -201,6 +201,6 @@ def test_a_bound_without_a_grammar_is_named(library, schema, reason):
         ({"type": "string", "maximum": 1e30}, '"a"', "5"),
     ],
 )  # fmt: skip
-def test_others_hold(library, schema, good, bad):
+def test_other_schemas_accept_what_they_validate_and_nothing_else(library, schema, good, bad):
     assert library.refusal(schema) == ""
     assert library.accepts(schema, good) and not library.accepts(schema, bad)

@@ -145,7 +145,7 @@ def test_an_error_within_a_stream(scripted, client):
     assert caught.value.body["error"] == {"type": "api_error", "message": "the engine failed"}
 
 
-def test_count_tokens(scripted, client):
+def test_count_tokens_answers_a_number(scripted, client):
     assert client.messages.count_tokens(model="tiny", messages=ASK["messages"]).input_tokens > 1
 
 

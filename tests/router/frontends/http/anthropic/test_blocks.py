@@ -53,7 +53,7 @@ def test_calls_may_have_names_of_1024_characters():
     assert caught.value.field == "messages.1.content.0.name"
 
 
-def test_a_whole_conversation():
+def test_a_whole_conversation_becomes_messages():
     given = [
         user(text("<reminder>"), text("list files", **CACHE)),
         assistant(
@@ -90,7 +90,7 @@ def test_system_as_text_and_as_message():
     assert [one["role"] for one in read_messages(given[:1], [], LIMITS)] == ["user"]
 
 
-def test_empty_contents():
+def test_empty_contents_are_accepted_from_every_role():
     contents: list[Any] = ["", []]
     for content in contents:
         assert read_messages([{"role": "user", "content": content}], None, LIMITS) == [

@@ -36,12 +36,12 @@ def readable(silent: SilentConnections) -> bool:
 def test_those_that_were_heard_are_taken_once_and_the_rest_later(silent, pairs):
     for ours, _ in pairs:
         silent.add(ours, "a", 1.0)
-    assert not readable(silent) and list(silent.heard(8)) == []
+    assert not readable(silent) and list(silent.take_readable(8)) == []
     for _, theirs in pairs[:3]:
         theirs.send(b"x")
-    first = list(silent.heard(2))
+    first = list(silent.take_readable(2))
     assert len(first) == 2 and readable(silent)
-    rest = list(silent.heard(2))
+    rest = list(silent.take_readable(2))
     assert {*first, *rest} == {ours for ours, _ in pairs[:3]}
     assert not readable(silent) and len(silent) == 1
 
@@ -50,7 +50,7 @@ def test_the_end_of_a_client_is_heard(silent, pairs):
     ours, theirs = pairs[0]
     silent.add(ours, "a", 1.0)
     theirs.close()
-    assert list(silent.heard(1)) == [ours]
+    assert list(silent.take_readable(1)) == [ours]
 
 
 def test_the_late_ones_are_taken(silent, pairs):
@@ -78,9 +78,9 @@ def test_a_descriptor_may_be_used_again(silent, pairs):
     with socket.socket(fileno=descriptor) as again:
         silent.add(again, "a", 1.0)
         theirs.send(b"x")
-        assert list(silent.heard(1)) == []
+        assert list(silent.take_readable(1)) == []
         pairs[1][1].send(b"x")
-        assert list(silent.heard(1)) == [again]
+        assert list(silent.take_readable(1)) == [again]
     os.close(copy)
 
 

@@ -124,7 +124,7 @@ GUIDELLM = [
 
 
 @pytest.mark.parametrize(("path", "body"), GUIDELLM)
-def test_guidellm(path, body, router):
+def test_guidellm_finds_text_and_usage(path, body, router):
     """Its client reads the first choice of a chunk, if there is one, and keeps the last usage."""
     said = ""
     usage: dict[str, int] = {}
@@ -161,7 +161,7 @@ AIPERF = [
 
 
 @pytest.mark.parametrize(("path", "body"), AIPERF)
-def test_aiperf(path, body, router):
+def test_aiperf_finds_a_choice_in_every_event(path, body, router):
     """Its parser reads `choices[0]` of every event."""
     pieces = []
     for event in events_of(f"{router.http}/v1/{path}", body):

@@ -152,7 +152,7 @@ def test_prompt_only_work_needs_no_decode_worker():
         ({"max_tokens": 7, "n": 100}, InvalidRequestError, "max_tokens"),
     ],
 )
-def test_what_is_refused(body, error, field):
+def test_combinations_without_a_meaning_are_refused_by_field(body, error, field):
     with pytest.raises(error) as raised:
         completion(**body)
     assert raised.value.field == field

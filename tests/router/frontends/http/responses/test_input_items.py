@@ -100,7 +100,7 @@ def reasoning(text: str, **more: Any) -> dict[str, Any]:
         ([reasoning("r", encrypted_content="foreign")], [assistant("", reasoning_content="r")]),
     ],
 )
-def test_messages(given, messages):
+def test_items_become_messages(given, messages):
     assert read_items(given, None, LIMITS) == messages
 
 
@@ -225,7 +225,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def test_tools_and_choices():
+def test_tools_are_read_and_a_choice_narrows_them():
     tools = read_tools(TOOLS, LIMITS)
     assert tools == [Tool("f", "d", {"type": "object"}, True), Tool("g")]
     assert read_choice(None, tools) == (tools, "auto", "")
