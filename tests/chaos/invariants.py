@@ -63,7 +63,7 @@ def _statuses(url: str) -> dict[str, dict[str, Any]]:
             found = [item for key in client.keys("{*}:status") for item in client.hgetall(key).items()]
         except redis.RedisError as error:
             raise ValueError(f"Redis: {error}") from error
-    return {worker_id: json.loads(status) for worker_id, status in found}
+    return {str(worker_id): json.loads(status) for worker_id, status in found}
 
 
 def _worker(status: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from router.frontends.http.connection import linger, protocol
 from router.frontends.http.connection.pipelined import POLL_SECONDS
+from router.frontends.http.connection.write_deadline import WriteDeadline
 from tests.harness.waiting import until
 from tests.router.frontends.http.connection.cycles import CYCLES
 from tests.router.frontends.http.connection.own_server import (
@@ -191,7 +192,7 @@ async def test_nothing_is_left_of_a_refused_client_that_is_gone(
 ) -> None:
     """Heads of such connections were held for write_seconds: a client made a gigabyte of them in that time."""
     waits_for_reading: list[object] = []
-    monkeypatch.setattr(protocol.WriteDeadline, "start", waits_for_reading.append)
+    monkeypatch.setattr(WriteDeadline, "start", waits_for_reading.append)
     for _ in range(5):
         one = await server.connect()
         one.send(b"no head\r\n\r\n")
