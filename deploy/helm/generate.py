@@ -4,7 +4,8 @@ A comment right above a key is its description; in it, a line `# @ minimum: 1, e
 keywords. Types come from the defaults. A mapping that has a `type` or `additionalProperties` of its own is a value
 as a whole; every other mapping accepts its own keys and no others, but for one with `additionalProperties: true`. No key
 may be missing whose value is not null: Helm takes a key away that is set to null, and `--reuse-values` has none of those
-that are newer than the release.
+that are newer than the release. `# @ settings: router` is a mapping of the router's settings (or the worker's, the
+autoscaler's): it accepts their names and no others, and leaves their values to the process.
 
     python deploy/helm/generate.py [--check]
 """
@@ -13,12 +14,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from baton.autoscaler.config import ServeAutoscalingConfig
+from baton.cli.autoscale import AutoscaleConfig
+from cluster.config.base import Frozen, settings
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 
 CHART = Path(__file__).resolve().parent / "baton"
 BEGIN, END = "<!-- values: made by `make chart` from values.yaml -->", "<!-- end of values -->"
@@ -43,6 +50,13 @@ _RESOURCES = {
     "type": "object",
     "properties": {"requests": _AMOUNTS, "limits": _AMOUNTS},
     "additionalProperties": False,
+}
+
+# What `# @ settings: …` stands for. The policy runs in `baton autoscale` or in Ray Serve, each with settings of its own.
+_SETTINGS: dict[str, tuple[type[Frozen], ...]] = {
+    "router": (RouterConfig,),
+    "worker": (WorkerConfig,),
+    "autoscaler": (AutoscaleConfig, ServeAutoscalingConfig),
 }
 
 
@@ -128,7 +142,24 @@ def _comment(lines: list[str], line: int, path: tuple[str, ...]) -> tuple[str, d
         keywords |= _RESOURCES
     if keywords.pop("quantity", False):
         keywords["pattern"] = _QUANTITY
+    if (whose := keywords.pop("settings", None)) is not None:
+        if whose not in _SETTINGS:
+            raise CommentError(f"{'.'.join(path)}: settings: one of {', '.join(_SETTINGS)}")
+        keywords |= {"type": "object", **_names(_SETTINGS[whose])}
     return " ".join(words), keywords
+
+
+def _names(models: Iterable[type[Frozen]]) -> dict[str, Any]:
+    """The names of their settings. One that holds further ones has no type: the templates' refusal of a value in its
+    place says more than the schema's would."""
+    names: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+    for setting in (one for model in models for one in settings(model)):
+        holder = names
+        for part in setting.path[:-1]:
+            holder = holder["properties"].setdefault(part, {"properties": {}, "additionalProperties": False})
+        described = {"description": setting.field.description} if setting.field.description else {}
+        holder["properties"].setdefault(setting.path[-1], described)
+    return names
 
 
 def leaves(values: list[Value]) -> Iterator[Value]:

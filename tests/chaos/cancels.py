@@ -3,7 +3,7 @@
 Each round starts a crowd of streams so that all of them are cancelled within a tenth of a second, each at another moment
 of its life drawn from the seed (before its first token, in the middle, at its end). Then it waits until no worker holds
 anything: no block, no slot, no attempt. The time to reclaim is counted from the round's first cancel to the first look
-from which on nothing is held, until no status can be older than the last cancel; statuses are up to 0.75 s old, and that
+from which on nothing is held, until no status can be older than the last cancel; statuses are up to 0.5 s old, and that
 is part of it. One line a round is appended to the results file; the same command goes on after the last line of its seed.
 """
 
@@ -35,7 +35,7 @@ from tests.harness.checkpoints import make_checkpoint
 
 LONGEST_SECONDS = 1.0  # of a stream's life
 SPREAD_SECONDS = 0.1  # of a round's cancels
-STATUS_SECONDS = 1.0  # workers publish every 0.5 s, routers read every 0.25 s
+STATUS_SECONDS = 1.0  # workers publish every 0.5 s
 POLL_SECONDS = 0.05
 OUT = Path("out/cancels")
 console = Console(width=150, highlight=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,24 @@ async def _workers(target: Target) -> list[str]:
         if view["router"]["requests_in_flight"]:
             found.append(f"{view['router']['id']}: {view['router']['requests_in_flight']} streams open")
     expected = {one["id"] for role in ROLES for one in state[role]}
-    statuses = {worker["id"]: worker["status"] for worker in views[0]["workers"] if worker["lease"] == "live"}
+    live = {worker["id"] for worker in views[0]["workers"] if worker["lease"] == "live"}
+    statuses = await asyncio.to_thread(_statuses, target.redis_url)
     for worker_id in expected:
-        if worker_id not in statuses:
+        if worker_id not in live or worker_id not in statuses:
             found.append(f"{worker_id}: no status")
         else:
             found += [f"{worker_id}: {wrong}" for wrong in _worker(statuses[worker_id])]
     return found
+
+
+def _statuses(url: str) -> dict[str, dict[str, Any]]:
+    """By worker, as it published them last. Routers read them later, by up to a second. Raises ValueError."""
+    with contextlib.closing(text_client(url)) as client:
+        try:
+            found = [item for key in client.keys("{*}:status") for item in client.hgetall(key).items()]
+        except redis.RedisError as error:
+            raise ValueError(f"Redis: {error}") from error
+    return {str(worker_id): json.loads(status) for worker_id, status in found}
 
 
 def _worker(status: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@ there, or its checks, ports and policies would follow one setting and the proces
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from baton.cli.autoscale import AutoscaleConfig
-from cluster.config.base import Frozen
+from cluster.config.base import Frozen, settings
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pods_of
@@ -160,3 +161,32 @@ def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> No
         "prefill": {"config": {"host": "0.0.0.0"}},
     }
     assert renderer.render(ValueSet(values=values)).code == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "named"),
+    [
+        ("router", {"max_concurent_requests": 2048}, "max_concurent_requests"),
+        ("prefill", {"engine": {"max_batch_tokns": 512}}, "max_batch_tokns"),
+        ("decode", {"max_concurrent_requests": 2048}, "max_concurrent_requests"),
+        ("autoscaling", {"scale_down_second": 60}, "scale_down_second"),
+    ],
+)
+def test_a_name_that_no_setting_has_is_refused_before_anything_is_installed(
+    part: str, config: dict[str, Any], named: str, renderer: Renderer
+) -> None:
+    """Not by the pods, one restart after the other."""
+    rendered = renderer.render(ValueSet(values={part: {"config": config}}))
+    assert rendered.code != 0 and part in rendered.error and named in rendered.error
+
+
+@pytest.mark.parametrize(("part", "model"), CONFIGS.items())
+def test_every_setting_is_a_name_there(part: str, model: type[Frozen]) -> None:
+    names = json.loads((CHART / "values.schema.json").read_text())["properties"][part]
+    if "$ref" in names:
+        schema = json.loads((CHART / "values.schema.json").read_text())
+        names = schema["definitions"][names["$ref"].rpartition("/")[2]]
+    for setting in settings(model):
+        holder = names["properties"]["config"]
+        for name in setting.path:
+            holder = holder["properties"][name]

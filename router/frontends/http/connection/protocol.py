@@ -34,14 +34,13 @@ from cluster.open_connections import OpenConnections
 from cluster.sockets import network
 from router.frontends.http.connection.exchange import Endpoint, Exchange
 from router.frontends.http.connection.head import why_refused
+from router.frontends.http.connection.linger import Linger
 from router.frontends.http.connection.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.connection.short_chunks import ShortChunks
 from router.frontends.http.connection.upgrade import read_on
 from router.frontends.http.connection.write_deadline import WriteDeadline
 from router.frontends.http.errors import closing_answer
 
-# Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
-LINGER_SECONDS = 0.5
 # Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
 MAX_REFUSED = 64
 MAX_PIPELINED = 64  # requests received before the current one is answered
@@ -88,6 +87,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         self._write_deadline = WriteDeadline(self.transport, self.client, self.limits.write_seconds)
+        self._lingering = Linger(
+            self.flow, self.limits.body_seconds, self.draining, self.timeout_keep_alive_handler
+        )
         self._address = network(self.client)
         limit = self._connection_limit()
         self._mark_evictable()
@@ -108,6 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
+            self._lingering.drop(len(data))
             return
         self._body_arrived = self._ended_in_read = False
         self._short_chunks.read()
@@ -152,6 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_timer()
         self._write_deadline.stop()
+        self._lingering.stop()
         self._end_watch.stop()
         self._disconnect()
         super().connection_lost(exc)
@@ -159,7 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
         # that of thousands holds every stream for 0.3 s.
         self.pipeline.clear()
         self.scope = self.cycle = self._running = self._exchange = None  # type: ignore[assignment]
-        del self._short_chunks, self._end_watch
+        del self._short_chunks, self._end_watch, self._lingering
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection for the answers to a client that sends no more, then close it.
@@ -207,8 +211,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # a trailer is ignored: authentication and routing used the head only
         most = self.limits.max_headers
         if len(self.headers) >= most:
-            error = InvalidRequestError(f"headers: at most {most}", field="headers", limit=str(most))
-            self._give_up(431, error)
+            self._give_up(
+                431, InvalidRequestError(f"headers: at most {most}", field="headers", limit=str(most))
+            )
         super().on_header(name, value.rstrip(b" \t"))  # no part of it (RFC 9110, 5.5)
 
     def on_headers_complete(self) -> None:
@@ -333,12 +338,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the connection in a moment, and drop what arrives until then: an end with unread bytes would reset it."""
+        """Close the connection once its client has sent all, and drop what arrives until then."""
         self._refused = True
-        self.flow.resume_reading()
         self._stop_timer()
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
+        self._lingering.start()
 
     def _abort(self) -> None:
         """Abort at once: the number of connections stays bounded however fast they arrive."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from router.frontends.http.connection import protocol
+from router.frontends.http.connection import linger, protocol
 from router.frontends.http.connection.pipelined import POLL_SECONDS
+from router.frontends.http.connection.write_deadline import WriteDeadline
 from tests.harness.waiting import until
 from tests.router.frontends.http.connection.cycles import CYCLES
 from tests.router.frontends.http.connection.own_server import (
@@ -190,7 +191,8 @@ async def test_nothing_is_left_of_a_refused_client_that_is_gone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of such connections were held for write_seconds: a client made a gigabyte of them in that time."""
-    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.05)
+    waits_for_reading: list[object] = []
+    monkeypatch.setattr(WriteDeadline, "start", waits_for_reading.append)
     for _ in range(5):
         one = await server.connect()
         one.send(b"no head\r\n\r\n")
@@ -202,6 +204,8 @@ async def test_nothing_is_left_of_a_refused_client_that_is_gone(
         return len(server.protocols) <= 1
 
     await until(few_are_left, "asyncio may hold the last one", 5)
+    await asyncio.sleep(1.2 * linger.QUIET_SECONDS)
+    assert not waits_for_reading
 
 
 @pytest.mark.parametrize(
