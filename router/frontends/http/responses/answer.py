@@ -71,6 +71,11 @@ class _Output:
         # first: behind it there may be text that waits for a stop string
         find = bytes.rfind if parsed and not self._items.in_message else bytes.find
         begin = find(b"".join(texts), content)
+        if begin < 0 and content.startswith(
+            b"\n"
+        ):  # which the parser puts between messages, in the place of markers
+            content = content[1:]
+            begin = b"".join(texts).rfind(content)
         if begin < 0:
             return tokens
         end, place = begin + len(content), 0
