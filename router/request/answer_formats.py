@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ModelError
@@ -11,7 +12,9 @@ from router.request.answer_plan import Formats
 from router.request.completion import ParserSource
 from router.text.conversation import Conversation
 from router.text.parsers import grammars
+from router.text.parsers.base import Reasoning
 from router.text.parsers.lark_rules import quoted
+from router.text.parsers.reasoning import think
 from router.text.parsers.registry import (
     GPT_OSS,
     REASONING_PARSERS,
@@ -74,11 +77,13 @@ class ModelFormats:
         if not tools and not self.reasoning_parser:
             return None
         opened = is_opened(GPT_OSS if tools == GPT_OSS else self.reasoning_parser, rendered)
+        within = not opened and tools != GPT_OSS and self._continues_reasoning(conversation)
         names = [one.name for one in conversation.callable]
         return format_of(
             tools,
             self.reasoning_parser,
-            opened=opened,
+            opened=opened or within,
+            within=within,
             special=self._special,
             names=names if constrained else None,
             called=names,
@@ -93,15 +98,32 @@ class ModelFormats:
             conversation.callable,
             must_call=conversation.must_call,
             parallel=conversation.parallel_tool_calls and not conversation.tool_name,
-            reasoning=reasoning_texts(self.reasoning_parser, rendered),
+            reasoning=self._reasoning(conversation, rendered),
             marker=self._marker,
             answer=answer,
             continues=self.tool_parser == GPT_OSS and is_opened(GPT_OSS, rendered),
         )
 
-    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
-        reasoning = reasoning_texts(self.reasoning_parser, rendered)
+    def reasoning_grammar(self, conversation: Conversation, rendered: str, spec: GrammarSpec) -> GrammarSpec:
+        reasoning = self._reasoning(conversation, rendered)
         return spec if reasoning is None else grammars.reasoning_grammar(spec, reasoning, self._marker)
+
+    def _reasoning(self, conversation: Conversation, rendered: str) -> Reasoning | None:
+        found = reasoning_texts(self.reasoning_parser, rendered)
+        if found is not None and self._continues_reasoning(conversation):
+            return replace(found, opened=True)
+        return found
+
+    def _continues_reasoning(self, conversation: Conversation) -> bool:
+        """Whether the answer continues a message whose content has begun the reasoning, and not ended it. Not where the
+        markers are special tokens: their texts within a content are none."""
+        if not conversation.continue_final_message or self.reasoning_parser not in think.MARKERS:
+            return False
+        begin, end = think.MARKERS[self.reasoning_parser]
+        last = conversation.messages[-1]
+        if last["role"] != "assistant" or begin in self._special:
+            return False
+        return last["content"].lstrip().startswith(begin) and end not in last["content"]
 
     def _marker(self, text: str) -> str:
         """In a grammar: the token, or its text."""

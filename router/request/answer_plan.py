@@ -63,7 +63,7 @@ class Formats(Protocol):
         those without a call, if it demands none. Raises ValueError."""
         ...
 
-    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+    def reasoning_grammar(self, conversation: Conversation, rendered: str, spec: GrammarSpec) -> GrammarSpec:
         """The grammar of answers that match `spec` once the reasoning has ended. Raises ValueError."""
         ...
 
@@ -92,7 +92,10 @@ class AnswerPlans:
         if asked is None:
             return AnswerPlan(parsed)
         if not self._refusal and self.reasoning_parser:
-            spec = self._made(asked.field, lambda: self._formats.reasoning_grammar(asked.spec, rendered))
+            spec = self._made(
+                asked.field,
+                lambda: self._formats.reasoning_grammar(conversation, rendered, asked.spec),
+            )
             whole = RequestedGrammar(asked.field, spec)
             return AnswerPlan(parsed, whole, (asked, whole) if spec != asked.spec else (asked,))
         return AnswerPlan(parsed, asked, (asked,))

@@ -31,7 +31,7 @@ class NoFormats:
     ) -> GrammarSpec:
         raise ValueError("the model's calls have no parser")
 
-    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+    def reasoning_grammar(self, conversation: Conversation, rendered: str, spec: GrammarSpec) -> GrammarSpec:
         return spec
 
 

@@ -27,6 +27,7 @@ ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered, of all tenants
 CHECK_SECONDS = 10.0
 _BY_NUMBER = re.compile(r"\\u([0-9a-fA-F]{4})")
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _NOT_FINITE = "has a number that is too large for a float, or none"
 
 
@@ -271,6 +272,10 @@ def lark_spec(value: Any) -> GrammarSpec:
     spec = text_spec("lark", value)
     if spec.text.lstrip().startswith("{"):  # which the library takes for a grammar in its own form
         raise ValueError("must be in Lark's syntax, not JSON")
+    if _GBNF_RULE.search(spec.text):  # vLLM takes both
+        raise ValueError(
+            "must be in Lark's syntax, with rules `name: …` and one of them `start`; not in GBNF's, `name ::= …`"
+        )
     if spec.text.startswith(NO_LINE_END):  # which would ask something else about it
         raise ValueError("must be in Lark's syntax, which has no U+0000")
     if "%json" in spec.text and "x-guidance" in _BY_NUMBER.sub(_character, spec.text):

@@ -87,11 +87,13 @@ class AnswerFormat:
     names: frozenset[str] | None = None
     tools: frozenset[str] = frozenset()  # names of the request's functions
     demanded: bool = False  # an answer is calls, and nothing else behind its reasoning
+    within: bool = False  # the prompt has opened the reasoning and has some of it: the answer's white space is part of it
 
     @property
     def name(self) -> str:
         names = "" if self.names is None else "/" + ",".join(sorted(self.names))
-        return f"{self.tool_parser}/{self.reasoning_parser}{'/opened' if self.opened else ''}{names}"
+        begun = "/within" if self.within else "/opened" if self.opened else ""
+        return f"{self.tool_parser}/{self.reasoning_parser}{begun}{names}"
 
     @property
     def marker_texts(self) -> Mapping[int, str]:
@@ -122,7 +124,13 @@ class AnswerFormat:
         if self.reasoning_parser:
             begin, end = (self.markers[one] for one in think.MARKERS[self.reasoning_parser])
             text_parser = think.Think(
-                answer, begin, end, text_parser, opened=self.opened, exact=self.names is not None
+                answer,
+                begin,
+                end,
+                text_parser,
+                opened=self.opened,
+                within=self.within,
+                exact=self.names is not None,
             )
         return _Parser(answer, self.markers, text_parser)
 
@@ -132,6 +140,7 @@ def format_of(
     reasoning_parser: str,
     *,
     opened: bool,
+    within: bool = False,
     special: Mapping[str, int],
     names: Iterable[str] | None = None,
     called: Iterable[str] = (),
@@ -153,6 +162,7 @@ def format_of(
         None if names is None else frozenset(names),
         frozenset(called),
         demanded,
+        within,
     )
 
 

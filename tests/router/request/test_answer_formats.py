@@ -60,3 +60,40 @@ def test_white_space_is_the_answers_where_a_grammar_of_the_request_has_it(constr
     assert source is not None
     parts = source.parser().feed(["<think>Hm</think>\n x"])
     assert parts == [ReasoningText("Hm"), ContentText(shown)]
+
+
+def continued(content: str, role: str = "assistant") -> Conversation:
+    messages = [{"role": "user", "content": "a"}, {"role": role, "content": content}]
+    return Conversation(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("content", ["<think>\nIt may", "\n<think>It may"])
+def test_an_answer_that_continues_a_message_in_its_reasoning_begins_within_it(content):
+    formats = ModelFormats("", "think", {}, {})
+    source = formats.format(continued(content), f"[assistant] {content}")
+    assert source is not None
+    parser = source.parser()
+    parts = [part for piece in (" be", " 7.</think>", "\n\nSeven") for part in parser.feed([piece])]
+    assert parts == [ReasoningText(" be"), ReasoningText(" 7."), ContentText("Seven")]
+    spec = formats.reasoning_grammar(continued(content), f"[assistant] {content}", ANY_OBJECT)
+    (start,) = [line for line in spec.text.splitlines() if line.startswith("start:")]
+    assert start.startswith("start: thought ")  # it has to end first
+
+
+@pytest.mark.parametrize(
+    ("conversation", "special"),
+    [
+        (continued("<think>\nIt is 7.</think>\nSev"), {}),
+        (continued("Of <think>"), {}),
+        (continued("<think>It may", role="user"), {}),
+        (asked(), {}),
+        (continued("<think>It may"), {"<think>": 7, "</think>": 8}),  # a client's text is no special token
+    ],
+)
+def test_other_answers_do_not_begin_within_reasoning(conversation, special):
+    formats = ModelFormats("", "think", special, special)
+    rendered = f"[assistant] {conversation.messages[-1]['content']}"
+    source = formats.format(conversation, rendered)
+    assert source is not None
+    parser = source.parser()
+    assert [*parser.feed(["en."]), *parser.end()] == [ContentText("en.")]

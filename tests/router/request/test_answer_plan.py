@@ -36,7 +36,7 @@ class Formats:
     def tool_grammar(self, conversation, rendered, answer):
         return CALLS if answer is None or conversation.must_call else CALLS_OR_ANSWER
 
-    def reasoning_grammar(self, spec, rendered):
+    def reasoning_grammar(self, conversation, rendered, spec):
         return AFTER_REASONING
 
 
@@ -159,7 +159,7 @@ def test_a_regular_expression_that_is_none_names_the_request_s_field(tools):
                 reasoning=None,
             )
 
-        def reasoning_grammar(self, spec, rendered):
+        def reasoning_grammar(self, conversation, rendered, spec):
             return grammars.reasoning_grammar(spec, Reasoning("<think>", "</think>"), quoted)
 
     asked = RequestedGrammar("guided_regex", GrammarSpec("regex", "a\\"))

@@ -71,6 +71,10 @@ class _Output:
         # first: behind it there may be text that waits for a stop string
         find = bytes.rfind if parsed and not self._items.in_message else bytes.find
         begin = find(b"".join(texts), content)
+        # By a line break the parser joins two messages, in place of the markers between them
+        if begin < 0 and content.startswith(b"\n"):
+            content = content[1:]
+            begin = b"".join(texts).rfind(content)
         if begin < 0:
             return tokens
         end, place = begin + len(content), 0

@@ -15,14 +15,23 @@ class Think:
     """Passes the text behind the reasoning on to the parser of calls."""
 
     def __init__(
-        self, answer: Answer, begin: str, end: str, inner: TextParser, *, opened: bool, exact: bool = False
+        self,
+        answer: Answer,
+        begin: str,
+        end: str,
+        inner: TextParser,
+        *,
+        opened: bool,
+        within: bool = False,
+        exact: bool = False,
     ):
-        """`begin` and `end`: the markers as `Markers` writes them. `exact`: the answer matches a grammar, and all white
-        space is part of it but for the MAX_GAP line ends that precede it."""
+        """`begin` and `end`: the markers as `Markers` writes them. `opened`: the answer begins in the reasoning; `within`:
+        of which the prompt has some. `exact`: the answer matches a grammar, and all white space is part of it but for the
+        MAX_GAP line ends that precede it."""
         self._answer, self._inner = answer, inner
         self._begin, self._end = begin, end
         self._state = "reasoning" if opened else "start"
-        self._trims = True  # white space behind a marker is left out
+        self._trims = not within  # white space behind a marker is left out
         self._exact = exact
         self._gap = 0  # characters left out behind the reasoning
         self._start = ""

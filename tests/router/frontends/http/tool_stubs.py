@@ -48,7 +48,7 @@ class Formats:
         either = "" if answer is None or conversation.must_call else ' | "{}"'
         return GrammarSpec("lark", f"start: {names}{either}")
 
-    def reasoning_grammar(self, spec, rendered):
+    def reasoning_grammar(self, conversation, rendered, spec):
         return spec
 
 

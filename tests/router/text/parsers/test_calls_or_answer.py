@@ -133,7 +133,7 @@ def test_an_answer_goes_on_in_a_message_of_gpt_oss(matched):
     ended = f"{prompt}<|return|><|start|>assistant"
     assert reasoning_texts("gpt_oss", ended) is not None
     formats = ModelFormats("gpt_oss", "gpt_oss", {}, {})
-    assert formats.reasoning_grammar(ANY, prompt) == ANY
+    assert formats.reasoning_grammar(Conversation([]), prompt, ANY) == ANY
     conversation = Conversation([], STRICT)
     spec = formats.tool_grammar(conversation, prompt, ANY)
     assert matched.accepts(spec, '{"x":"<|end|>"}') and not matched.accepts(spec, FINAL + "{}")

@@ -72,3 +72,15 @@ def test_a_text_that_waits_for_a_stop_string_is_that_of_later_tokens(scripted):
     (part,) = message["content"]
     assert part["text"] == "aaa"
     assert [-one["logprob"] for one in part["logprobs"]] == [1, 2, 3]
+
+
+def test_what_is_between_two_messages_of_gpt_oss_has_none(scripted):
+    """The markers between them, and the name of the second one's channel, were taken for its text."""
+    behind = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    written = f"<|channel|>commentary<|message|>One final step.{behind}In short: final."
+    (message,) = answered(scripted, written, reasoning="gpt_oss")
+    (part,) = message["content"]
+    assert part["text"] == "One final step.\nIn short: final."
+    tokens = b"".join(bytes(one["bytes"]) for one in part["logprobs"]).decode()
+    assert "One final step." in tokens and "In short: final." in tokens
+    assert "assistant" not in tokens and "channel" not in tokens
