@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
+from cluster.version import VERSION
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
@@ -44,6 +45,7 @@ Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has st
 
 
 MAX_DOCUMENTS = 64  # kept, for keys with different models
+PROBED = ("GET", "HEAD")  # methods of probes: the connection sends no body to HEAD
 
 
 class Routes(NamedTuple):
@@ -82,6 +84,9 @@ class Views:
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": VERSION})
 
     async def live(self, request: Request) -> Response:
         """The event loop runs, or this would not be answered."""
@@ -257,14 +262,18 @@ def build_routes(gateway: RequestGateway) -> Routes:
     for method, path in generations:
         assert path in GENERATE
         app.add_api_route(path, _not_found, methods=[method])
-    direct = {
-        ("GET", "/health"): _guard(views.health),
-        ("GET", "/live"): _guard(views.live),
-        ("GET", "/ready"): _guard(views.ready),
-        ("GET", "/v1/models"): _guard(views.models),
-    }
-    for (method, path), endpoint in direct.items():
-        app.add_api_route(path, endpoint, methods=[method])
+    direct: dict[tuple[str, str], Endpoint] = {}
+    for path, (view, methods) in {
+        "/health": (views.health, PROBED),
+        "/live": (views.live, PROBED),
+        "/ready": (views.ready, PROBED),
+        "/ping": (views.health, (*PROBED, "POST")),
+        "/version": (views.version, PROBED),
+        "/v1/models": (views.models, ("GET",)),
+    }.items():
+        endpoint = _guard(view)
+        direct |= {(method, path): endpoint for method in methods}
+        app.add_api_route(path, endpoint, methods=list(methods))
     direct["GET", "/openapi.json"] = _guard(views.document)
     app.add_route("/openapi.json", direct["GET", "/openapi.json"])
     app.add_api_route("/v1/models/{model:path}", _guard(views.model), methods=["GET"])

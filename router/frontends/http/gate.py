@@ -20,7 +20,7 @@ from router.gateway import RequestGateway
 
 # Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
 # path requires a key, even if it does not exist.
-OPEN = frozenset({"/health", "/live", "/ready"})
+OPEN = frozenset({"/health", "/live", "/ready", "/ping"})
 # They show every tenant's load and the workers' addresses, or change what workers load. The routes check the key
 # (router/frontends/http/app.py), because their patterns also match other spellings, such as "/metrics\n".
 ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live", LOAD, UNLOAD})

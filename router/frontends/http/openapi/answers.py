@@ -343,3 +343,7 @@ def ready_schema() -> Schema:
 
 def health_schema() -> Schema:
     return record({"status": either(one_of(["ok"]))})
+
+
+def version_schema() -> Schema:
+    return record({"version": text(minLength=1)})

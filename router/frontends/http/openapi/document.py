@@ -12,7 +12,13 @@ from router.frontends.http.anthropic.request import CountTokensRequest, Messages
 from router.frontends.http.openai.embeddings import EmbeddingRequest
 from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.frontends.http.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
+from router.frontends.http.openapi.answers import (
+    answer_schemas,
+    health_schema,
+    probe_schema,
+    ready_schema,
+    version_schema,
+)
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.responses.request import ResponseRequest
 from router.gateway import RequestGateway
@@ -157,7 +163,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/v1/cluster/live": {
             "get": _get(
-                "live",
+                "clusterLive",
                 "Rates, percentiles, five minutes of them (an admin's key)",
                 ref("ClusterLive"),
                 keys,
@@ -189,9 +195,11 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/metrics": {"get": _metrics(keys)},
         "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
-        "/health": {"get": _open("health", "The router runs", health_schema())},
-        "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"))},
-        "/ready": {"get": _ready()},
+        "/version": _probed(_get("version", "The version of the router's package", version_schema(), keys)),
+        "/health": _probed(_open("health", "The router runs", health_schema())),
+        "/ping": _ping(),
+        "/live": _probed(_open("live", "The router's event loop runs", probe_schema("live"))),
+        "/ready": _probed(_ready()),
     }
 
 
@@ -203,6 +211,19 @@ def _models(keys: bool) -> dict[str, Any]:
     for made in (listed, shown):
         _errors_of_both(made["responses"])
     return {"/v1/models": {"get": listed}, "/v1/models/{model}": {"get": shown}}
+
+
+def _probed(get: dict[str, Any]) -> dict[str, Any]:
+    """GET, and HEAD, whose answers have no bodies."""
+    answers = {status: {"description": one["description"]} for status, one in get["responses"].items()}
+    head = {**get, "operationId": f"{get['operationId']}Head", "responses": answers}
+    return {"get": get, "head": head}
+
+
+def _ping() -> dict[str, Any]:
+    summary = "As /health, for SageMaker and for clients of vLLM"
+    post = _open("pingPost", summary, health_schema())
+    return {**_probed(_open("ping", summary, health_schema())), "post": post}
 
 
 def _ready() -> dict[str, Any]:
