@@ -274,7 +274,8 @@ class Validator:
         for name in options.model_fields_set & values.keys():
             if (given := getattr(options, name)) is not None:
                 values[name] = given
-        values["top_k"] = max(0, values["top_k"])  # 0 and less = all, as vLLM has it
+        if not 0 < values["top_k"] < self.limits.vocab_size:
+            values["top_k"] = 0  # all, as vLLM has it
         return values
 
     def _max_tokens(self, options: GenerationOptions, prompt: int, entries: int) -> int:
