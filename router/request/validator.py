@@ -154,12 +154,12 @@ class Validator:
             return context, "max_model_len - 1"
         return how.max_tokens, "max_seq_length"
 
-    def check_embeddings(self, inputs: int, how: Embedding) -> None:
-        """Bound the vectors of one request. Raises InvalidRequestError."""
+    def check_embeddings(self, inputs: int, how: Embedding, field: str) -> None:
+        """Bound the vectors of one request, whose last inputs are the client's `field`. Raises InvalidRequestError."""
         most = self._config.max_answer_entries
         if inputs * how.dimensions > most:
             raise refuse(
-                "input",
+                field,
                 f"{inputs} inputs x {how.dimensions} dimensions exceed {most} (max_answer_entries)",
                 most,
             )

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from router.frontends.http.gate import RERANK, SCORE
 from tests.fuzz.conftest import NAME, few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.harness.router import Router
@@ -38,6 +39,8 @@ GENERATE = (
         "/v1/responses/input_tokens",
         "/v1/messages/count_tokens",
         "/v1/embeddings",
+        *SCORE,
+        *RERANK,
         "/tokenize",
         "/detokenize",
     ),

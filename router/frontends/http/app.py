@@ -29,9 +29,10 @@ from router.frontends.http.anthropic.models import (
 )
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.errors import error_body, failure_response
-from router.frontends.http.gate import ADMIN, GENERATE, caller_of
+from router.frontends.http.gate import ADMIN, GENERATE, RERANK, SCORE, caller_of
 from router.frontends.http.openai.embeddings import Embeddings
 from router.frontends.http.openai.generate import Generate
+from router.frontends.http.openai.scores import Comparing, RerankRequest, ScoreRequest
 from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses.endpoint import Responses
@@ -256,6 +257,8 @@ def build_routes(gateway: RequestGateway) -> Routes:
         ("POST", "/v1/messages"): messages.create,
         ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
         ("POST", "/v1/embeddings"): Embeddings(serving).create,
+        **{("POST", path): Comparing(serving, "score", ScoreRequest).create for path in SCORE},
+        **{("POST", path): Comparing(serving, "rerank", RerankRequest).create for path in RERANK},
         ("POST", "/tokenize"): tokenizing.tokenize,
         ("POST", "/detokenize"): tokenizing.detokenize,
     }
