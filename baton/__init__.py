@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cluster.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from baton.client import AsyncClient as AsyncClient
     from baton.client import Client as Client
 
-__version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "__version__"]
 
 

@@ -29,6 +29,7 @@ Each setting can be given as a flag, as an environment variable, or in the YAML 
 name is here (`engine.dtype` is `dtype` under `engine`). The flag wins over the variable, the variable over the file. Sizes
 may have a unit (`512MiB`). `baton up` has the flags of routers and workers as well; its `--config` holds sections
 `router`, `worker`, `prefill` and `decode`. Secrets have no flag: every user of a machine can read command lines.
+An empty variable is an empty text: where that is no value, the error names the variable. `baton up` leaves it out.
 """
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "deploy" / "helm" / "baton"
 _FILES = {
     "appVersion": (CHART / "Chart.yaml", r'^appVersion: "?([^"\s]+)"?$'),
-    "__version__": (ROOT / "baton" / "__init__.py", r'^__version__ = "([^"]+)"$'),
+    "VERSION": (ROOT / "cluster" / "version.py", r'^VERSION = "([^"]+)"$'),
     "model.s3.tag": (CHART / "values.yaml", r'^  s3:\n(?:(?:    .*)?\n)*?    tag: "?([^"\s]+)"?$'),
     "redis.tag": (CHART / "values.yaml", r'^redis:\n(?:(?:  .*)?\n)*?  tag: "?([^"\s]+)"?$'),
 }
@@ -41,7 +41,7 @@ def why_not(git_tag: str) -> str:
     wanted = git_tag.removeprefix("v")
     wrong = [
         f"{name} is {version(name)} in {_FILES[name][0].relative_to(ROOT)}"
-        for name in ("appVersion", "__version__")
+        for name in ("appVersion", "VERSION")
         if version(name) != wanted
     ]
     if git_tag == wanted or wrong:

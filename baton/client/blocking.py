@@ -10,9 +10,21 @@ from typing import TypeVar, Unpack
 import grpc
 
 from baton.client.base import BaseClient, BaseStream, model_infos
+from baton.client.embedding import embed_request, embeddings_of
+from baton.client.progress import may_go_elsewhere
 from baton.client.request import tokenize_request
 from baton.client.routers import CHANNEL_OPTIONS
-from baton.client.types import Chunk, Completion, Message, ModelInfo, Prompt, RequestOptions
+from baton.client.types import (
+    Chunk,
+    Completion,
+    Embeddings,
+    EmbedInputs,
+    EmbedOptions,
+    Message,
+    ModelInfo,
+    Prompt,
+    RequestOptions,
+)
 from cluster.errors import CancelledError
 from cluster.rpc.errors import error_from_rpc
 from cluster.security.tls import router_channel
@@ -45,6 +57,15 @@ class Client(BaseClient[grpc.Channel, rpc.InferenceStub]):
             lambda stub, left: stub.Tokenize(request, timeout=left, metadata=self._metadata), timeout_seconds
         )
         return list(answer.token_ids)
+
+    def embed(self, inputs: EmbedInputs, **options: Unpack[EmbedOptions]) -> Embeddings:
+        """Return the vectors of texts. A call whose router is lost is made again at the next one, and counts again."""
+        request = embed_request(inputs, options)
+        answer = self._unary(
+            lambda stub, left: stub.Embed(request, timeout=left, metadata=self._metadata),
+            options.get("timeout_seconds"),
+        )
+        return embeddings_of(answer)
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """Return the served models."""
@@ -79,7 +100,7 @@ class Client(BaseClient[grpc.Channel, rpc.InferenceStub]):
             try:
                 return call(stub, deadline - time.monotonic())
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == self._max_reconnects:
+                if not may_go_elsewhere(error) or attempt == self._max_reconnects:
                     raise error_from_rpc(error) from error
                 self._failed(address)
                 self._wait(attempt + 1, threading.Event())

@@ -114,11 +114,11 @@ class StreamProgress:
 
     @property
     def usage(self) -> Usage | None:
-        return None if self._completed is None else _read(Usage, self._completed.usage)
+        return None if self._completed is None else read_result(Usage, self._completed.usage)
 
     @property
     def timings(self) -> Timings | None:
-        return None if self._completed is None else _read(Timings, self._completed.timings)
+        return None if self._completed is None else read_result(Timings, self._completed.timings)
 
     def completion(self) -> Completion:
         """Raises InternalError while the stream is not done."""
@@ -130,8 +130,8 @@ class StreamProgress:
             started.model,
             started.seed,
             tuple(self._held.get(index, _Held()).choice() for index in range(max(1, self._choices))),
-            _read(Usage, self._completed.usage),
-            _read(Timings, self._completed.timings),
+            read_result(Usage, self._completed.usage),
+            read_result(Timings, self._completed.timings),
             self._completed.explanation,
             self.reconnects,
             tuple(self._prompt),
@@ -150,7 +150,7 @@ class StreamProgress:
             self._completed = pb.Completed(usage=usage)
             return
         resumable = self._choices <= 1 or not any(held.token_ids for held in self._held.values())
-        if self._reconnects_left <= 0 or not resumable or not _connection_lost(error):
+        if self._reconnects_left <= 0 or not resumable or not may_go_elsewhere(error):
             lost = UnavailableError("the router closed the stream before its end")
             raise (lost if error is None else error_from_rpc(error)) from error
         self._reconnects_left -= 1
@@ -203,7 +203,7 @@ def _call_pieces(parts: Iterable[pb.Part]) -> Iterator[CallPiece]:
             yield CallPiece(part.arguments.call, part.arguments.text)
 
 
-def _connection_lost(error: grpc.RpcError | None) -> bool:
+def may_go_elsewhere(error: grpc.RpcError | None) -> bool:
     """Whether the error means a lost router, or a refusal that another router may not share."""
     if error is None:
         return True
@@ -218,6 +218,6 @@ def _logprob(token: common_pb2.Token) -> TokenLogprob:
     return TokenLogprob(token.token_id, token.logprob, top, token.rank)
 
 
-def _read(kind: type[R], message: Any) -> R:
+def read_result(kind: type[R], message: Any) -> R:
     """Convert a message to a result whose fields have the same names."""
     return kind(**{name: getattr(message, name) for name in kind.__dataclass_fields__})

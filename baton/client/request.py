@@ -38,7 +38,7 @@ def generate_request(prompt: Prompt, options: RequestOptions) -> pb.GenerateRequ
 
 def tokenize_request(prompt: str | Sequence[Message], *, model: str) -> pb.TokenizeRequest:
     request = pb.TokenizeRequest(model=model)
-    with _naming("prompt"):
+    with naming("prompt"):
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -47,18 +47,18 @@ def tokenize_request(prompt: str | Sequence[Message], *, model: str) -> pb.Token
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    with _naming("prompt"):
+    with naming("prompt"):
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt and isinstance(prompt[0], Mapping):
             request.chat.CopyFrom(_chat(prompt))
         else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=[_token(item) for item in prompt]))
+            request.token_ids.CopyFrom(token_ids(prompt))
 
 
-def _token(item: object) -> int:
+def token_ids(tokens: Sequence[Any]) -> pb.TokenIds:
     # index() accepts integers of numpy and torch, but no floats or strings
-    return item.__index__()  # type: ignore[attr-defined, no-any-return]
+    return pb.TokenIds(ids=[item.__index__() for item in tokens])
 
 
 def _chat(messages: Sequence[Any]) -> pb.ChatMessages:
@@ -81,7 +81,7 @@ def _set_chat_option(request: pb.GenerateRequest, name: str, value: Any) -> None
     if request.WhichOneof("prompt") != "chat":
         raise InvalidRequestError(f"{name}: only with a conversation", field=name)
     chat = request.chat
-    with _naming(name):
+    with naming(name):
         if name == "tools":
             chat.tools.extend(_tool(one["function"]) for one in value)
         elif name == "tool_choice" and value not in ("none", "auto", "required"):
@@ -111,7 +111,7 @@ def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, val
         raise InvalidRequestError(f"unknown option {name!r}", field=name)
     if value is None:
         return
-    with _naming(name):
+    with naming(name):
         if name in _REPEATED:
             getattr(options, name).extend([value] if isinstance(value, str) else value)
         elif name == "logit_bias":
@@ -123,7 +123,7 @@ def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, val
 def _set_rule(grammar: common_pb2.Grammar, name: str, value: Any) -> None:
     if other := grammar.WhichOneof("rule"):
         raise InvalidRequestError(f"{name}: not with {other}: an answer has one grammar", field=name)
-    with _naming(name):
+    with naming(name):
         if name == "choice":
             grammar.choice.texts.extend([value] if isinstance(value, str) else value)
         elif name == "json_schema" and not isinstance(value, str):
@@ -133,7 +133,7 @@ def _set_rule(grammar: common_pb2.Grammar, name: str, value: Any) -> None:
 
 
 @contextmanager
-def _naming(field: str) -> Iterator[None]:
+def naming(field: str) -> Iterator[None]:
     """Convert an error of protobuf about a value into InvalidRequestError with the field's name."""
     try:
         yield

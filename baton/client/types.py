@@ -82,6 +82,23 @@ class RequestOptions(GenerateOptions, total=False):
     timeout_seconds: float | None  # default: the client's
 
 
+EmbedInputs: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
+"""One text or its token ids, or several of either."""
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of embeddings and of their call."""
+
+    model: str  # default: the first one
+    dimensions: int  # of shorter vectors, where the checkpoint declares them
+    truncate_prompt_tokens: int  # tokens of each input that are kept; -1: as many as the model takes
+    truncation_side: str  # left (default): the input's end is kept; right: its beginning
+    add_special_tokens: bool  # to texts; default true
+    priority: int  # higher is more important
+    request_id: str
+    timeout_seconds: float | None  # default: the client's
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """The chosen token's log probability, and those of the likeliest alternatives as (token id, logprob). A prompt's token
@@ -202,6 +219,17 @@ class Completion:
     @property
     def finish_reason(self) -> str | None:
         return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """A vector for each input, in order. `timings` are the last input's."""
+
+    request_id: str
+    model: str
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+    timings: Timings
 
 
 @dataclass(frozen=True)

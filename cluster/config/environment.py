@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
-from cluster.config.base import Frozen
+from cluster.config.base import Frozen, settings
 from cluster.config.unknown import no_such_setting
 from cluster.errors import ConfigError
 
@@ -80,8 +80,35 @@ def _refused(path: tuple[str, ...], reason: str) -> ConfigError:
     return ConfigError(f"{where}: {reason}", field=".".join(path))
 
 
-def _variable(path: tuple[str, ...]) -> str:
+def _variable(path: Sequence[str]) -> str:
     return PREFIX + NESTED.join(path).upper()
+
+
+def empty_variable(path: Sequence[str]) -> str:
+    """The variable that gives a setting an empty text, as the environment writes it; "" = none does."""
+    wanted = _variable(path)
+    return next((name for name, value in os.environ.items() if name.upper() == wanted and not value), "")
+
+
+def refuse_empty_paths(config: type[Frozen], flags: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an empty variable of a file or directory that no flag names: it would mean the directory in
+    which the process was started."""
+    for one in settings(config):
+        kinds = (one.field.annotation, *get_args(one.field.annotation))
+        if Path not in kinds or _holds(flags, one.path):
+            continue
+        if variable := empty_variable(one.path):
+            raise ConfigError(
+                f"{variable} is empty: unset it, or name a file or directory", field=".".join(one.path)
+            )
+
+
+def _holds(given: Any, path: Sequence[str]) -> bool:
+    for name in path:
+        if not isinstance(given, Mapping) or name not in given:
+            return False
+        given = given[name]
+    return True
 
 
 def variables(config: type[Frozen]) -> set[str]:

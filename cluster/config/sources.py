@@ -21,7 +21,7 @@ from pydantic_settings import (
 )
 
 from cluster.config.base import Frozen
-from cluster.config.environment import SETTINGS, not_json
+from cluster.config.environment import SETTINGS, empty_variable, not_json, refuse_empty_paths
 from cluster.config.reasons import reason
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
 from cluster.config.speculation import without_drafts
@@ -48,6 +48,7 @@ def load(
     source's value.
     """
     written = read_settings(file) if file is not None else {}
+    refuse_empty_paths(config, flags)
 
     class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SETTINGS
@@ -163,14 +164,18 @@ def _explain(error: ValidationError, config: type[Frozen]) -> str:
 
 def _sentence(problem: ErrorDetails, config: type[Frozen]) -> str:
     if problem["type"] == "extra_forbidden":
-        return no_such_setting(config, problem["loc"]) + _hint(problem["input"])
+        return no_such_setting(config, problem["loc"]) + _hint(problem)
     if problem["type"] == "missing":
         return reason(problem, config)
-    return f"{'.'.join(map(str, problem['loc']))}: {reason(problem, config)}{_hint(problem['input'])}"
+    return f"{'.'.join(map(str, problem['loc']))}: {reason(problem, config)}{_hint(problem)}"
 
 
-def _hint(value: Any) -> str:
-    """Kubernetes puts BATON_PORT=tcp://… into every pod beside a Service called baton."""
+def _hint(problem: ErrorDetails) -> str:
+    """Kubernetes puts BATON_PORT=tcp://… into every pod beside a Service called baton; scripts put BATON_PORT= where what
+    they insert is missing."""
+    value = problem["input"]
+    if value == "" and (variable := empty_variable([str(part) for part in problem["loc"]])):
+        return f" ({variable} is empty: unset it, or give it a value)"
     if isinstance(value, str) and value.startswith("tcp://"):
         return f" (the environment says {value}: a service link; set enableServiceLinks: false on the pod)"
     return ""

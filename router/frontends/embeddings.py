@@ -13,7 +13,7 @@ from cluster.protocol.pooling import Embedding
 from cluster.security.keys import Caller
 from router.gateway import RequestGateway
 from router.request.completion import Completion, Outcome
-from router.request.embedding_options import EmbeddingOptions
+from router.request.embedding_options import InputOptions
 from router.request.fields import numbered
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
@@ -43,10 +43,19 @@ class Vectors:
         return np.ascontiguousarray(made, dtype="<f4")
 
 
+NamedInput = tuple[str, str | Sequence[int]]  # the name of its field in errors, and a text or token ids
+
+
+def named(field: str, inputs: Sequence[str | Sequence[int]]) -> list[NamedInput]:
+    """The inputs of one field."""
+    return [(numbered(field, index, len(inputs)), one) for index, one in enumerate(inputs)]
+
+
 async def read_inputs(
     gateway: RequestGateway,
     model: ServedModel,
-    options: EmbeddingOptions,
+    inputs: Sequence[NamedInput],
+    options: InputOptions,
     envelope: Envelope,
     caller: Caller,
     *,
@@ -57,15 +66,15 @@ async def read_inputs(
     tokenised. Raises BatonError."""
     how = model.embedding
     vectors = Vectors(how, options.dimensions_of(how))
-    model.validator.check_embeddings(len(options.input), how)
+    last_field = inputs[-1][0].partition("[")[0]
+    model.validator.check_embeddings(len(inputs), how, last_field)
     # Before tokenising: a request that gets no place costs nothing of the quota.
-    admit(len(options.input) - 1)
+    admit(len(inputs) - 1)
     completions: list[Completion] = []
     async with gateway.preparing(caller, model.name):
-        for index, one in enumerate(options.input):
+        for field, one in inputs:
             if completions:
                 await next_turn()
-            field = numbered("input", index, len(options.input))
             tokens = await _tokens(gateway, model, one, options, caller.tenant, envelope.cache_salt, field)
             completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0, field))
         check_allowed(completions[0], caller)
@@ -76,7 +85,7 @@ async def _tokens(
     gateway: RequestGateway,
     model: ServedModel,
     given: str | Sequence[int],
-    options: EmbeddingOptions,
+    options: InputOptions,
     tenant: str,
     cache_salt: str,
     field: str,

@@ -12,18 +12,14 @@ from router.request.fields import RequestModel, Within, refuse
 from router.request.options import Flag, Priority, TruncatePromptTokens
 
 
-class EmbeddingOptions(RequestModel):
-    """Frontends read `input`, a list of texts and of token ids, each from its own form."""
+class InputOptions(RequestModel):
+    """Of requests whose inputs are embedded."""
 
     truncate_prompt_tokens: TruncatePromptTokens = Field(
         None, description="of each input; -1: as many as the model takes"
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="where tokens are left out; default: left, the input's end is kept"
-    )
-    input: Sequence[str | Sequence[int]]
-    dimensions: Annotated[int, Within(1, 2**31 - 1)] | None = Field(
-        None, description="of shorter vectors, where the checkpoint declares them (Matryoshka)"
     )
     add_special_tokens: Flag = Field(None, description="default: true")
     priority: Priority | None = None
@@ -34,6 +30,19 @@ class EmbeddingOptions(RequestModel):
         if count is None:
             return tokens
         return tokens[:count] if self.truncation_side == "right" else tokens[-count:]
+
+    def dimensions_of(self, how: Embedding) -> int:
+        """The dimensions of each vector."""
+        return how.dimensions
+
+
+class EmbeddingOptions(InputOptions):
+    """Frontends read `input`, a list of texts and of token ids, each from its own form."""
+
+    input: Sequence[str | Sequence[int]]
+    dimensions: Annotated[int, Within(1, 2**31 - 1)] | None = Field(
+        None, description="of shorter vectors, where the checkpoint declares them (Matryoshka)"
+    )
 
     def dimensions_of(self, how: Embedding) -> int:
         """The dimensions of each vector. Raises InvalidRequestError unless the model was trained for that many."""

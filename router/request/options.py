@@ -85,7 +85,9 @@ class GenerationOptions(RequestModel):
     temperature: Annotated[float, Within(0.0, 100.0)] | None = Field(
         1.0, description="below 1e-5: greedy; from there to 1e-2: as 1e-2"
     )
-    top_k: Annotated[int, Within(-(2**31), "vocab_size")] | None = Field(0, description="0 and less = all")
+    top_k: Annotated[int, Within(-(2**31), 2**32 - 1)] | None = Field(
+        0, description="0 and less, and as many as the vocabulary has or more = all"
+    )
     top_p: Annotated[float, Within(0.0, 1.0, above=True)] | None = 1.0
     min_p: Annotated[float, Within(0.0, 1.0)] | None = 0.0
     repetition_penalty: Annotated[float, Within(0.0, 100.0, above=True)] | None = 1.0

@@ -154,12 +154,12 @@ class Validator:
             return context, "max_model_len - 1"
         return how.max_tokens, "max_seq_length"
 
-    def check_embeddings(self, inputs: int, how: Embedding) -> None:
-        """Bound the vectors of one request. Raises InvalidRequestError."""
+    def check_embeddings(self, inputs: int, how: Embedding, field: str) -> None:
+        """Bound the vectors of one request, whose last inputs are the client's `field`. Raises InvalidRequestError."""
         most = self._config.max_answer_entries
         if inputs * how.dimensions > most:
             raise refuse(
-                "input",
+                field,
                 f"{inputs} inputs x {how.dimensions} dimensions exceed {most} (max_answer_entries)",
                 most,
             )
@@ -274,7 +274,8 @@ class Validator:
         for name in options.model_fields_set & values.keys():
             if (given := getattr(options, name)) is not None:
                 values[name] = given
-        values["top_k"] = max(0, values["top_k"])  # 0 and less = all, as vLLM has it
+        if not 0 < values["top_k"] < self.limits.vocab_size:
+            values["top_k"] = 0  # all, as vLLM has it
         return values
 
     def _max_tokens(self, options: GenerationOptions, prompt: int, entries: int) -> int:

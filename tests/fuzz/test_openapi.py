@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from router.frontends.http.gate import RERANK, SCORE
 from tests.fuzz.conftest import NAME, few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.harness.router import Router
@@ -38,6 +39,8 @@ GENERATE = (
         "/v1/responses/input_tokens",
         "/v1/messages/count_tokens",
         "/v1/embeddings",
+        *SCORE,
+        *RERANK,
         "/tokenize",
         "/detokenize",
     ),
@@ -52,6 +55,8 @@ READ = (
     "/health",
     "/live",
     "/ready",
+    "/ping",
+    "/version",
 )
 CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # of administrators
 # What is wrong may also be too large, or too slow for this router, before its schema is checked.
@@ -115,7 +120,7 @@ def test_requests_for_tokens(path, mode, asker):
 @pytest.mark.parametrize("path", READ)
 def test_reading(path, asker):
     """With any value as a key: the document states which paths need one."""
-    wants_key = path not in ("/health", "/live", "/ready")
+    wants_key = path not in ("/health", "/live", "/ready", "/ping")
     cases = asker.cases(path, POSITIVE, with_key=False)
 
     @few(15, 0.005)
@@ -136,7 +141,8 @@ def test_other_methods_are_named(asker):
     for path in (*GENERATE, *READ):
         answer = httpx.request("PATCH", asker.base_url + path.format(model=NAME), headers=asker.headers)
         assert answer.status_code == 405, path
-        assert set(answer.headers["allow"].split(", ")) - {"HEAD"} == {_method(path)}
+        also = {"POST"} if path == "/ping" else set()
+        assert set(answer.headers["allow"].split(", ")) - {"HEAD"} == {_method(path)} | also
 
 
 def test_every_route_is_described(asker):

@@ -34,6 +34,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.embedded: list[pb.EmbedRequest] = []
         self.peers: set[str] = set()  # connections of generations
         self.error: BatonError | None = None  # answer every request with it
         self.hang_after: int | None = None  # tokens after which a stream stands still until cancelled
@@ -81,7 +82,16 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         return pb.TokenizeResponse(token_ids=[len(word) for word in text.split()])
 
     def Embed(self, request: pb.EmbedRequest, context: grpc.ServicerContext) -> pb.EmbedResponse:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "no vectors")
+        self.embedded.append(request)
+        self._refuse(context)
+        lengths = [len(one.text) or len(one.token_ids.ids) for one in request.input]
+        return pb.EmbedResponse(
+            request_id=request.request_id or "stub",
+            model="stub",
+            embeddings=[pb.Embedding(values=[length, 0.5]) for length in lengths],
+            usage=pb.Usage(prompt_tokens=sum(lengths), cached_tokens=1),
+            timings=pb.Timings(prefill_seconds=0.25),
+        )
 
     def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext

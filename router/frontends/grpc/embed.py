@@ -12,7 +12,7 @@ from pydantic import PlainValidator, ValidationInfo
 from cluster.security.keys import Caller
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
-from router.frontends.embeddings import Vectors, read_inputs, usage_of
+from router.frontends.embeddings import Vectors, named, read_inputs, usage_of
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta
@@ -106,6 +106,7 @@ class EmbedCall:
         completions, vectors = await read_inputs(
             self._gateway,
             model,
+            named("input", options.input),
             options,
             envelope,
             self._caller,

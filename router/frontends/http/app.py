@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
+from cluster.version import VERSION
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
@@ -28,9 +29,10 @@ from router.frontends.http.anthropic.models import (
 )
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.errors import error_body, failure_response
-from router.frontends.http.gate import ADMIN, GENERATE, caller_of
+from router.frontends.http.gate import ADMIN, GENERATE, RERANK, SCORE, caller_of
 from router.frontends.http.openai.embeddings import Embeddings
 from router.frontends.http.openai.generate import Generate
+from router.frontends.http.openai.scores import Comparing, RerankRequest, ScoreRequest
 from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses.endpoint import Responses
@@ -44,6 +46,7 @@ Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has st
 
 
 MAX_DOCUMENTS = 64  # kept, for keys with different models
+PROBED = ("GET", "HEAD")  # methods of probes: the connection sends no body to HEAD
 
 
 class Routes(NamedTuple):
@@ -82,6 +85,9 @@ class Views:
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": VERSION})
 
     async def live(self, request: Request) -> Response:
         """The event loop runs, or this would not be answered."""
@@ -251,20 +257,26 @@ def build_routes(gateway: RequestGateway) -> Routes:
         ("POST", "/v1/messages"): messages.create,
         ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
         ("POST", "/v1/embeddings"): Embeddings(serving).create,
+        **{("POST", path): Comparing(serving, "score", ScoreRequest).create for path in SCORE},
+        **{("POST", path): Comparing(serving, "rerank", RerankRequest).create for path in RERANK},
         ("POST", "/tokenize"): tokenizing.tokenize,
         ("POST", "/detokenize"): tokenizing.detokenize,
     }
     for method, path in generations:
         assert path in GENERATE
         app.add_api_route(path, _not_found, methods=[method])
-    direct = {
-        ("GET", "/health"): _guard(views.health),
-        ("GET", "/live"): _guard(views.live),
-        ("GET", "/ready"): _guard(views.ready),
-        ("GET", "/v1/models"): _guard(views.models),
-    }
-    for (method, path), endpoint in direct.items():
-        app.add_api_route(path, endpoint, methods=[method])
+    direct: dict[tuple[str, str], Endpoint] = {}
+    for path, (view, methods) in {
+        "/health": (views.health, PROBED),
+        "/live": (views.live, PROBED),
+        "/ready": (views.ready, PROBED),
+        "/ping": (views.health, (*PROBED, "POST")),
+        "/version": (views.version, PROBED),
+        "/v1/models": (views.models, ("GET",)),
+    }.items():
+        endpoint = _guard(view)
+        direct |= {(method, path): endpoint for method in methods}
+        app.add_api_route(path, endpoint, methods=list(methods))
     direct["GET", "/openapi.json"] = _guard(views.document)
     app.add_route("/openapi.json", direct["GET", "/openapi.json"])
     app.add_api_route("/v1/models/{model:path}", _guard(views.model), methods=["GET"])

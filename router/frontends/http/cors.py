@@ -21,7 +21,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=list(SHOWN_HEADERS),
         )

@@ -20,15 +20,20 @@ from router.gateway import RequestGateway
 
 # Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
 # path requires a key, even if it does not exist.
-OPEN = frozenset({"/health", "/live", "/ready"})
+OPEN = frozenset({"/health", "/live", "/ready", "/ping"})
 # They show every tenant's load and the workers' addresses, or change what workers load. The routes check the key
 # (router/frontends/http/app.py), because their patterns also match other spellings, such as "/metrics\n".
 ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live", LOAD, UNLOAD})
+# vLLM's paths of one endpoint each
+SCORE = ("/score", "/v1/score")
+RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 # They have places and quotas; every other request is a step of low priority.
 GENERATE = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
         *("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+        *SCORE,
+        *RERANK,
     }
 )
 CALLER = "baton.caller"

@@ -287,3 +287,50 @@ def test_an_empty_address_is_refused(model: type[Frozen]) -> None:
     with pytest.raises(ConfigError, match="at least 1 character") as caught:
         sources.load(model, {**REQUIRED[model], "host": ""})
     assert caught.value.field == "host"
+
+
+@pytest.mark.parametrize("model", REQUIRED, ids=lambda model: model.__name__)
+def test_an_empty_variable_that_is_refused_is_named(
+    model: type[Frozen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts write it where what they insert is missing: the setting was named, or nothing at all."""
+    refused = set()
+    for one in settings(model):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable := "BATON_" + "__".join(one.path).upper(), "")
+            said = ""
+            try:
+                sources.load(model, REQUIRED[model])
+            except ConfigError as error:
+                said = error.message
+                refused.add(one.path[-1])
+            assert not said or variable in said, said
+    assert "redis_password_file" in refused
+    assert refused.isdisjoint({"redis_url", "model"}), (
+        "a text may be empty, and a flag goes before a variable"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("BATON_MODEL", "BATON_MODEL is empty: unset it, or name a file or directory"),
+        ("BATON_SECRET_FILE", "BATON_SECRET_FILE is empty: unset it"),
+        ("BATON_HTTP_PORT", r"http_port: .* \(BATON_HTTP_PORT is empty: unset it, or give it a value\)"),
+        ("baton_http_port", r"\(baton_http_port is empty"),
+        ("BATON_HOST", r"host: .* \(BATON_HOST is empty"),
+        ("BATON_CORS_ORIGINS", "BATON_CORS_ORIGINS must be JSON"),
+    ],
+)
+def test_what_an_empty_variable_of_a_router_says(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match=said):
+        sources.load(RouterConfig, {} if name == "BATON_MODEL" else {"model": tmp_path})
+    if name == "BATON_HOST":  # not by a file that says the same
+        monkeypatch.delenv(name)
+        (tmp_path / "router.yaml").write_text("host: ''")
+        with pytest.raises(ConfigError) as caught:
+            sources.load(RouterConfig, {"model": tmp_path}, tmp_path / "router.yaml")
+        assert "BATON_" not in caught.value.message

@@ -85,7 +85,7 @@ class Long(Sequence[int]):
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("temperature", 0.0, -1e-9),
     ("temperature", 100.0, 100.1),
-    ("top_k", VOCAB, VOCAB + 1),
+    ("top_k", 2**32 - 1, 2**32),
     ("top_k", -(2**31), -(2**31) - 1),
     ("top_p", 1.0, 1.0001),
     ("top_p", 1e-9, 0.0),
@@ -153,6 +153,25 @@ def test_accepted_values_are_passed_on_unchanged():
     assert (sampling.seed, sampling.max_tokens, sampling.min_tokens, made.n) == (2**64 - 1, 9, 2, 2)
     assert not sampling.logprobs
     assert completed(PROMPT, logprobs=0).sampling.logprobs
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        (-(2**31), 0),
+        (-1, 0),
+        (0, 0),
+        (1, 1),
+        (VOCAB - 1, VOCAB - 1),
+        (VOCAB, 0),
+        (VOCAB + 1, 0),
+        (2**32 - 1, 0),
+    ],
+)
+def test_a_top_k_that_leaves_out_no_token_is_as_none(asked, sent):
+    """Above the vocabulary it was refused; vLLM takes it, and models have it in generation_config.json."""
+    assert completed(PROMPT, top_k=asked).sampling.top_k == sent
+    assert completed(PROMPT, validator({"top_k": asked})).sampling.top_k == sent
 
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])

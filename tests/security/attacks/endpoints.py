@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from router.frontends.http.gate import RERANK, SCORE
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -50,6 +52,14 @@ ENDPOINTS = {
         dispatched=True,
     ),
     "embedding": Endpoint("/v1/embeddings", lambda text: {"input": text}, "input", dispatched=True),
+    **{
+        path: Endpoint(path, lambda text: {"text_1": "abc", "text_2": text}, "text_2", dispatched=True)
+        for path in SCORE
+    },
+    **{
+        path: Endpoint(path, lambda text: {"query": "abc", "documents": [text]}, "documents", dispatched=True)
+        for path in RERANK
+    },
     "count of a response": Endpoint("/v1/responses/input_tokens", lambda text: {"input": text}, "input"),
     "count": Endpoint("/v1/messages/count_tokens", _chat, "messages"),
     "tokenize": Endpoint("/tokenize", lambda text: {"prompt": text}),

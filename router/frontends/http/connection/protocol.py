@@ -168,7 +168,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection for the answers to a client that sends no more, then close it.
 
-        Only for GET and without TLS: the end of a client that left must cancel its generation, and looks the same.
+        Only for GET, HEAD and without TLS: the end of a client that left must cancel its generation, and looks the same.
         """
         if not self._may_outlive_end():
             return None
@@ -375,7 +375,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _is_read_only(cycle: RequestResponseCycle) -> bool:
-    return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
+    return cycle.scope["method"] in ("GET", "HEAD") and not cycle.more_body and not cycle.response_complete
 
 
 def limited(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field
 
-from router.frontends.embeddings import Vectors, read_inputs, usage_of
+from router.frontends.embeddings import Vectors, named, read_inputs, usage_of
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.connection.long_body import Lists
 from router.frontends.http.endpoint import CreatingEndpoint
@@ -58,6 +58,7 @@ class Embeddings(CreatingEndpoint):
         completions, vectors = await read_inputs(
             self._gateway,
             model,
+            named("input", options.input),
             options,
             envelope,
             caller,
@@ -68,6 +69,15 @@ class Embeddings(CreatingEndpoint):
             completions[0].model, vectors, base64=options.encoding_format == "base64", admin=caller.admin
         )
         return ParsedRequest(completions, False, form, arrival, dimensions=vectors.dimensions)
+
+
+def usage_shown(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    used = usage_of(outcomes)
+    return {
+        "prompt_tokens": used.prompt_tokens,
+        "total_tokens": used.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+    }
 
 
 class EmbeddingsForm:
@@ -93,14 +103,9 @@ class EmbeddingsForm:
 
     def encode(self, entries: Sequence[bytes], outcomes: Sequence[Outcome]) -> list[bytes]:
         """The answer's JSON, in pieces."""
-        used = usage_of(outcomes)
-        usage = {
-            "prompt_tokens": used.prompt_tokens,
-            "total_tokens": used.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-        }
         lists = Lists()
-        shown = {"object": "list", "data": lists.add(entries), "model": self._model, "usage": usage}
+        data, usage = lists.add(entries), usage_shown(outcomes)
+        shown = {"object": "list", "data": data, "model": self._model, "usage": usage}
         return lists.encode({**shown, "baton": baton(outcomes[-1], admin=self._admin)})
 
 

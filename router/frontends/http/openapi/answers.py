@@ -50,6 +50,8 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
             ),
         ),
         "Embeddings": _embeddings(),
+        "Scores": _scores(),
+        "Ranking": _ranking(),
         **response_schemas(),
         **message_schemas(),
         "Model": record(
@@ -117,17 +119,38 @@ def _usage() -> Schema:
 def _embeddings() -> Schema:
     vector = either(array(NUMBER), text(contentEncoding="base64", description="float32, little-endian"))
     entry = record({"object": one_of(["embedding"]), "index": COUNT, "embedding": vector})
-    cached = record({"cached_tokens": COUNT})
-    usage = record({"prompt_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": cached})
     return record(
         {
             "object": one_of(["list"]),
             "data": array(entry),
             "model": text(),
-            "usage": usage,
+            "usage": _usage_of_inputs(),
             "baton": ref("Baton"),
         }
     )
+
+
+def _usage_of_inputs() -> Schema:
+    cached = record({"cached_tokens": COUNT})
+    return record({"prompt_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": cached})
+
+
+_SIMILARITY = {"type": "number", "minimum": -1, "maximum": 1}
+
+
+def _scores() -> Schema:
+    score = record({"index": COUNT, "object": one_of(["score"]), "score": _SIMILARITY})
+    rest = {"data": array(score), "usage": _usage_of_inputs(), "baton": ref("Baton")}
+    return record({**_head("list"), **rest})
+
+
+def _ranking() -> Schema:
+    document = record({"text": text()})
+    result = record(
+        {"index": COUNT, "document": document, "relevance_score": _SIMILARITY}, ["index", "relevance_score"]
+    )
+    rest = {"results": array(result), "usage": _usage_of_inputs(), "baton": ref("Baton")}
+    return record({"id": text(), "model": text(), **rest})
 
 
 def _baton() -> Schema:
@@ -343,3 +366,7 @@ def ready_schema() -> Schema:
 
 def health_schema() -> Schema:
     return record({"status": either(one_of(["ok"]))})
+
+
+def version_schema() -> Schema:
+    return record({"version": text(minLength=1)})

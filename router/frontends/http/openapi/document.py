@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
@@ -9,10 +10,18 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_jso
 from router.frontends.http.adapters import LOAD, UNLOAD
 from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
+from router.frontends.http.gate import RERANK, SCORE
 from router.frontends.http.openai.embeddings import EmbeddingRequest
 from router.frontends.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from router.frontends.http.openai.scores import RerankRequest, ScoreRequest
 from router.frontends.http.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
+from router.frontends.http.openapi.answers import (
+    answer_schemas,
+    health_schema,
+    probe_schema,
+    ready_schema,
+    version_schema,
+)
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.responses.request import ResponseRequest
 from router.gateway import RequestGateway
@@ -56,12 +65,15 @@ _SUMMARIES = {
     "message": "Complete a conversation, as Anthropic's clients ask for it",
     "countMessageTokens": "Count the tokens of a conversation, as Anthropic's clients ask for it",
     "embedding": "Embed texts",
+    "score": "The similarity of the embeddings of texts",
+    "rerank": "Order documents by the similarity of their embeddings to that of a query",
     "tokenize": "Tokenise a text or a conversation",
     "detokenize": "The text of tokens",
 }
 _REQUESTS = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest),
-    *(CountTokensRequest, EmbeddingRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
+    *(CountTokensRequest, EmbeddingRequest, ScoreRequest, RerankRequest),
+    *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
 )
 _OF_MODEL: dict[str, Schema] = {
     "model": optional(
@@ -149,6 +161,8 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/v1/messages": {"post": _messages(keys)},
         "/v1/messages/count_tokens": {"post": _of_messages(_count_tokens(keys))},
         "/v1/embeddings": {"post": _asked("embedding", ref("EmbeddingRequest"), ref("Embeddings"), keys)},
+        **_compared("score", SCORE, ref("ScoreRequest"), ref("Scores"), keys),
+        **_compared("rerank", RERANK, ref("RerankRequest"), ref("Ranking"), keys),
         "/tokenize": {"post": _tokenize(keys)},
         "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
         **_models(keys),
@@ -157,7 +171,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/v1/cluster/live": {
             "get": _get(
-                "live",
+                "clusterLive",
                 "Rates, percentiles, five minutes of them (an admin's key)",
                 ref("ClusterLive"),
                 keys,
@@ -189,9 +203,11 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/metrics": {"get": _metrics(keys)},
         "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
-        "/health": {"get": _open("health", "The router runs", health_schema())},
-        "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"))},
-        "/ready": {"get": _ready()},
+        "/version": _probed(_get("version", "The version of the router's package", version_schema(), keys)),
+        "/health": _probed(_open("health", "The router runs", health_schema())),
+        "/ping": _ping(),
+        "/live": _probed(_open("live", "The router's event loop runs", probe_schema("live"))),
+        "/ready": _probed(_ready()),
     }
 
 
@@ -203,6 +219,19 @@ def _models(keys: bool) -> dict[str, Any]:
     for made in (listed, shown):
         _errors_of_both(made["responses"])
     return {"/v1/models": {"get": listed}, "/v1/models/{model}": {"get": shown}}
+
+
+def _probed(get: dict[str, Any]) -> dict[str, Any]:
+    """GET, and HEAD, whose answers have no bodies."""
+    answers = {status: {"description": one["description"]} for status, one in get["responses"].items()}
+    head = {**get, "operationId": f"{get['operationId']}Head", "responses": answers}
+    return {"get": get, "head": head}
+
+
+def _ping() -> dict[str, Any]:
+    summary = "As /health, for SageMaker and for clients of vLLM"
+    post = _open("pingPost", summary, health_schema())
+    return {**_probed(_open("ping", summary, health_schema())), "post": post}
 
 
 def _ready() -> dict[str, Any]:
@@ -235,6 +264,13 @@ def _asked(name: str, request: Schema, answer: Schema, keys: bool) -> dict[str, 
             **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else (403,))),
         },
     }
+
+
+def _compared(name: str, paths: Sequence[str], request: Schema, answer: Schema, keys: bool) -> dict[str, Any]:
+    """One endpoint at several paths."""
+    asked = _asked(name, request, answer, keys)
+    names = [name, *(f"{name}At{path.split('/')[1].upper()}" for path in paths[1:])]
+    return {path: {"post": asked | {"operationId": one}} for path, one in zip(paths, names, strict=True)}
 
 
 def _tokenize(keys: bool) -> dict[str, Any]:

@@ -72,7 +72,7 @@ UNCOMPILED = {"properties": {"a/b": {"items": {"type": "array", "uniqueItems": T
 SPECIAL: dict[str, list[Any]] = {
     "model": ["tiny", "other", "x" * 1000, "tiny ", "TINY"],
     "temperature": [100, 100.1, -1e-9, 1e-320, 0.7],
-    "top_k": [-(2**31), -(2**31) - 1, 4096, 4097, 1.5],
+    "top_k": [-(2**31), -(2**31) - 1, 4095, 4096, 4097, 2**32, 1.5],
     "top_p": [1, 1.0001, 1e-9, 1e-46, 5e-324, -0.0],
     "min_p": [1, 1.0001, 1e-46, -1e-9],
     "repetition_penalty": [100, 100.1, 1e-9, 1e-46],

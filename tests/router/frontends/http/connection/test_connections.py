@@ -328,6 +328,16 @@ async def test_a_client_that_sends_no_more_is_answered(behind: int, server: Serv
     await until(lambda: not server.connections, "it is closed", 5)
 
 
+async def test_a_client_that_asks_for_a_head_and_sends_no_more_is_answered(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW.replace(b"GET", b"HEAD"))
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(0.05)
+    server.go_on.set()
+    assert (await connection.rest()).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("end", ["", "the body", "the head"])
 async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server) -> None:
     """A client that left looks the same."""
