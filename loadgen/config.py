@@ -14,6 +14,12 @@ PromptKind = Literal["text", "tokens", "chat"]
 Arrival = Literal["poisson", "constant"]
 
 MAX_SCHEDULED = 10_000_000  # sessions of an open loop: each is a number of a list that is made before the run
+LARGEST = (
+    2**32 - 1
+)  # of numbers in requests of gRPC: protobuf would refuse a larger one in the middle of the run
+LONGEST_SECONDS = (
+    1e8  # gRPC counts nanoseconds in 64 bits: a time-out of 300 years would be one that has passed
+)
 DEFAULT_TARGETS: dict[Protocol, str] = {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000"}
 
 
@@ -62,7 +68,9 @@ class LoadConfig(_Frozen):
         None, gt=0, description="Start no request later than this. Default: 30, if --requests is not given."
     )
     warmup_requests: int = Field(0, ge=0, description="Requests sent one by one before the run; not counted.")
-    timeout_seconds: float = Field(120.0, gt=0, description="Deadline of a request, in seconds.")
+    timeout_seconds: float = Field(
+        120.0, gt=0, le=LONGEST_SECONDS, description="Deadline of a request, in seconds."
+    )
     max_in_flight: int = Field(2048, ge=1, description="further requests wait, which counts as latency")
 
     workload: WorkloadName = Field(
@@ -84,9 +92,9 @@ class LoadConfig(_Frozen):
     )
     system: str = Field("", description="conversation: system prompt")
     questions: tuple[str, ...] = Field((), description="conversation: file with one question per line.")
-    vocab_size: int = Field(4096, gt=512, description="tokens: ids are drawn from 256 to this.")
+    vocab_size: int = Field(4096, gt=512, le=LARGEST, description="tokens: ids are drawn from 256 to this.")
 
-    max_tokens: int = Field(64, ge=1, description="Length of the longest answer.")
+    max_tokens: int = Field(64, ge=1, le=LARGEST, description="Length of the longest answer.")
     temperature: float = Field(0.0, ge=0, description="0 = greedy.")
     ignore_eos: bool = Field(False, description="Every answer has --max-tokens tokens (Baton, vLLM).")
     extra_body: dict[str, Any] = Field(

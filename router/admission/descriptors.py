@@ -19,7 +19,7 @@ def within_descriptors(config: RouterConfig) -> RouterConfig:
 def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
     free = free_for_connections(descriptors)
     http, grpc = config.max_http_connections, config.max_grpc_connections
-    wanted = http + max_silent(http) + grpc * grpc_servers(config)
+    wanted = http + max_unopened(http) + grpc * grpc_servers(config)
     if wanted <= free:
         return config
     share = free / wanted
@@ -33,3 +33,9 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
 def max_silent(max_http_connections: int) -> int:
     """Limit of connections to the HTTP port that have sent nothing yet, beside those that the limit counts."""
     return max(1, max_http_connections // 2)
+
+
+def max_unopened(max_http_connections: int) -> int:
+    """The most connections to the HTTP port that this limit does not count: silent ones, and as many each of those whose
+    first bytes have arrived, with a key and without (ready.py)."""
+    return 3 * max_silent(max_http_connections)

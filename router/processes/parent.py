@@ -139,8 +139,8 @@ class RouterProcesses:
             return None, f"does not start: {error}"
         self._children[index] = child
         self.metrics.add(child)
-        if self._draining.is_set():  # it was started meanwhile
-            child.send({"do": "drain"})
+        if self._draining.is_set():
+            child.signal(signal.SIGTERM)  # it serves nobody yet; `close` may have told all others to stop
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
             code = await child.wait()

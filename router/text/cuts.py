@@ -32,6 +32,7 @@ _VISIBLE = f"!-~{_LETTERS}{_MARKS}"
 _BEFORE_SPACE = f"(?<=[{_VISIBLE}]) "
 _BEHIND_SPACE = f"(?<=[{_VISIBLE}]) (?=[A-Za-z0-9])"
 _BEHIND_LETTER = f"(?<=[{_LETTERS}])[\\n{_MARKS}]"
+_CUT_WITHIN = re.compile(f"[^\\s\u2581][\\s\u2581{_MARKS}]")  # what may be cut, were it not an added token's
 # Alternatives of published patterns. None matches white space behind another character, or a letter and what is neither
 # letter, mark nor apostrophe behind it; none looks behind its beginning.
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -96,7 +97,7 @@ def find_cuts(tokenizer: Tokenizer) -> Cuts | None:
         plain = f"(?<![{re.escape(ends)}]){plain}" if ends else plain
         if any(re.match(r"[\s\u2581A-Za-z0-9]", token.content) for token in added):
             plain = ""
-    if plain and not any(re.search(r"[^\s\u2581][\s\u2581]", token.content) for token in added):
+    if plain and not any(_CUT_WITHIN.search(token.content) for token in added):
         patterns.append(plain)
     return Cuts(re.compile("|".join(patterns)), left_out) if patterns else None
 

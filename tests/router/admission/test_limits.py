@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
+from cluster.process.descriptors import free_for_connections
 from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
 from router.admission.admission import FREE_BYTES, Admission, in_flight
@@ -26,6 +27,7 @@ from router.frontends.grpc.service import InferenceService
 from router.frontends.http.openai.generate import Generate
 from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
+from router.listening import grpc_servers
 from router.quota.quota import Use
 from router.request.validator import OTHER_BYTES
 from tests.router.admission.budgets import MIB, budget, held_by
@@ -140,15 +142,24 @@ def test_a_tenant_without_a_limit_leaves_half_of_the_connections(connections: in
 def test_the_limits_of_requests_follow_the_connections_that_descriptors_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(descriptors, "raised", lambda: 16)
+    monkeypatch.setattr(descriptors, "raised", lambda: 24)
     config = descriptors.within_descriptors(RouterConfig(model=Path("/models/m"), max_grpc_connections=1))
-    assert config.max_http_connections == 5
+    assert config.max_http_connections == 4
     admission = Admission(config, lambda tenant: None)
     with contextlib.ExitStack() as held:
         for _ in range(2):
             held.enter_context(admission.admit(Caller(tenant="a")))
         with pytest.raises(OverloadedError, match="tenant"), admission.admit(Caller(tenant="a")):
             pass
+
+
+@pytest.mark.parametrize("number", [1024, 4096, 8192])
+def test_connections_that_wait_to_be_opened_take_no_descriptors_of_others(number: int) -> None:
+    """A flood that fills every queue of the HTTP port took those of gRPC, Redis and the workers."""
+    config = descriptors.fitted(RouterConfig(model=Path("/models/m"), max_grpc_connections=64), number)
+    http, grpc = config.max_http_connections, config.max_grpc_connections * grpc_servers(config)
+    silent = ready = ready_with_key = descriptors.max_silent(http)  # as HttpServer has them
+    assert http + silent + ready + ready_with_key + grpc <= free_for_connections(number)
 
 
 def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> None:

@@ -95,6 +95,46 @@ async def test_of_processes_that_do_not_drain_those_that_answer_may_end(
     assert caplog.text.count("does not answer") == 1
 
 
+class LateChild(Child):
+    """A process whose start takes until `go_on`, and that ends by SIGTERM, as one does that serves nobody yet."""
+
+    go_on: asyncio.Event
+
+    def __init__(self, index: int, *_: Any):
+        super().__init__(index)
+        self.serves = False
+        self.started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+
+    async def start(self, *_: Any) -> None:
+        await self.go_on.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        super().signal(number)
+        self.ended.set()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return -signal.SIGTERM
+
+
+async def test_a_process_that_is_being_started_while_the_router_leaves_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was told to drain and not to stop, which `close` had told all others before: it waited for the drain limit."""
+    LateChild.go_on = asyncio.Event()
+    monkeypatch.setattr(parent, "ChildProcess", LateChild)
+    running = RouterProcesses(RouterConfig(model=Path("m"), processes=2, http_port=0, grpc_port=0))
+    starting = asyncio.create_task(running.start())
+    await asyncio.sleep(0.01)
+    closing = asyncio.create_task(running.close())
+    await asyncio.sleep(0.1)
+    LateChild.go_on.set()
+    await asyncio.wait_for(closing, 10)
+    assert not running._children
+    await asyncio.gather(starting, return_exceptions=True)
+
+
 async def test_the_parent_is_not_live_once_its_loop_stands_still() -> None:
     config = RouterConfig(model=Path("m"), processes=2, metrics_port=0)
     port = MetricsPort(config, MergedMetrics(CollectorRegistry()), list, {})

@@ -212,6 +212,7 @@ SPECIAL_ONLY: dict[str, Callable[[], Tokenizer]] = {
     "an unknown pattern": lambda: split(LLAMA3 + r"|[a-z]+ [a-z]+"),
     "an added token with a space": lambda: with_added(byte_level(), "fill in"),
     "an added token with a line's end": lambda: with_added(byte_level(), "fill\n"),
+    "an added token with Chinese punctuation": lambda: with_added(byte_level(), "\u4f60\uff0c\u4e16\u754c"),
     "an added word where spaces are put before texts": lambda: with_added(llama2_trained(), "word"),
     "no pattern, merges over spaces": lambda: changed(
         byte_level(), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -230,6 +231,13 @@ def test_these_are_cut_at_special_tokens_alone(name: str, cut_everywhere: None) 
     pieces, source = pieces_of(made), random.Random(2)
     for _ in range(300):
         assert_equal(pieces, made, random_text(source))
+
+
+@pytest.mark.parametrize("text", ["\u4f60\uff0c\u4e16", "a\uff1ab", "\u3093\u3002"])
+def test_no_cut_is_within_an_added_token(text: str, cut_everywhere: None) -> None:
+    """Behind a letter, before Chinese punctuation, it was cut in two, and was no longer that token."""
+    made = with_added(qwen(), text)
+    assert_equal(pieces_of(made), made, f"x {text} y\u4f60{text}{text}")
 
 
 def test_a_special_token_that_the_normalizer_may_change_is_no_place_to_cut(cut_everywhere: None) -> None:

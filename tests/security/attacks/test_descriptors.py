@@ -21,7 +21,7 @@ def test_connection_limits_fit_the_descriptors() -> None:
     config = RouterConfig(model=Path("/none"), max_http_connections=4096, max_grpc_connections=1024)
     assert fitted(config, 20_000) is config
     few = fitted(config, 260)
-    assert (few.max_http_connections, few.max_grpc_connections) == (37, 9)
+    assert (few.max_http_connections, few.max_grpc_connections) == (28, 7)
     assert fitted(config, 2).max_grpc_connections == 1
 
 

@@ -25,11 +25,8 @@ class Flow(Protocol):
 class Linger:
     """Of one connection, from `start` until it calls `close`; call `stop` once the connection is lost."""
 
-    def __init__(
-        self, flow: Flow, most_seconds: float, hurries: Callable[[], bool], close: Callable[[], None]
-    ):
-        """`hurries`: whether even a client that still sends has only QUIET_SECONDS."""
-        self._flow, self._most_seconds, self._hurries, self._close = flow, most_seconds, hurries, close
+    def __init__(self, flow: Flow, most_seconds: float, close: Callable[[], None]):
+        self._flow, self._most_seconds, self._close = flow, most_seconds, close
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # of the loop's clock
         self._bytes = 0  # that arrived since the timer was set
@@ -57,7 +54,7 @@ class Linger:
 
     def _look(self) -> None:
         self._timer = None
-        if self._bytes and not self._hurries() and asyncio.get_running_loop().time() < self._deadline:
+        if self._bytes and asyncio.get_running_loop().time() < self._deadline:
             self._wait()
         else:
             self._close()

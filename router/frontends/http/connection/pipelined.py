@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sized
 
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.frontends.http.connection.acknowledged import client_has_ended
 
@@ -54,3 +55,8 @@ class EndWatch:
         if self._pipeline and client_has_ended(self._transport):
             self._ended()
         self.start()
+
+
+def is_read_only(cycle: RequestResponseCycle) -> bool:
+    """Whether it is a request, not answered yet, that may go on once its client has ended."""
+    return cycle.scope["method"] in ("GET", "HEAD") and not cycle.more_body and not cycle.response_complete

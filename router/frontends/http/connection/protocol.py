@@ -29,13 +29,15 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config.router import ConnectionLimits
-from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from cluster.errors import BatonError, InvalidRequestError
 from cluster.open_connections import OpenConnections
 from cluster.sockets import network
+from router.frontends.http.connection import refusals
+from router.frontends.http.connection.answer_end import AnswerTransport
 from router.frontends.http.connection.exchange import Endpoint, Exchange
 from router.frontends.http.connection.head import why_refused
 from router.frontends.http.connection.linger import Linger
-from router.frontends.http.connection.pipelined import EndWatch, PipelineFlow
+from router.frontends.http.connection.pipelined import EndWatch, PipelineFlow, is_read_only
 from router.frontends.http.connection.short_chunks import ShortChunks
 from router.frontends.http.connection.upgrade import read_on
 from router.frontends.http.connection.write_deadline import WriteDeadline
@@ -70,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_arrived = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._short_chunks = ShortChunks(self.pipeline, self._give_up)
-        self._refused = False
+        self._refused = self._lingers = False  # the answer closes the connection, and the client still sends
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
         self._pipelined_bytes = 0  # received behind a running request since the last time that none waited
@@ -87,9 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         self._write_deadline = WriteDeadline(self.transport, self.client, self.limits.write_seconds)
-        self._lingering = Linger(
-            self.flow, self.limits.body_seconds, self.draining, self.timeout_keep_alive_handler
-        )
+        self._lingering = Linger(self.flow, self.limits.body_seconds, self.timeout_keep_alive_handler)
         self._address = network(self.client)
         limit = self._connection_limit()
         self._mark_evictable()
@@ -101,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._abort()
         elif len(self.connections) > limit:
             self.waiting.discard(self)  # it is closed once it could read its answer
-            self._refuse(429, _too_many(self.limits.max_http_connections))
+            self._refuse(429, refusals.too_many(self.limits.max_http_connections))
         else:
             self._expect(self.limits.header_seconds)
 
@@ -120,13 +120,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head and not self._ended_in_read:  # else most of it may be the previous request's
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_header_bytes:
-                self._refuse(431, _too_large(self.limits.max_header_bytes))
+                self._refuse(431, refusals.too_large(self.limits.max_header_bytes))
                 return
         if self._in_body:
             # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
             self._between_bytes = 0 if self._body_arrived else self._between_bytes + len(data)
             if self._between_bytes > self.limits.max_header_bytes:
-                self._refuse(431, _too_large(self.limits.max_header_bytes))
+                self._refuse(431, refusals.too_large(self.limits.max_header_bytes))
                 return
         self._expect_rest()
 
@@ -177,7 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _may_outlive_end(self) -> bool:
         cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
-        return self.scheme != "https" and all(one is not None and _is_read_only(one) for one in cycles)
+        return self.scheme != "https" and all(one is not None and is_read_only(one) for one in cycles)
 
     def _client_ended(self) -> None:
         """Called while the socket is not read."""
@@ -209,22 +209,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._short_chunks.add_trailer()
             return  # a trailer is ignored: authentication and routing used the head only
-        most = self.limits.max_headers
-        if len(self.headers) >= most:
-            self._give_up(
-                431, InvalidRequestError(f"headers: at most {most}", field="headers", limit=str(most))
-            )
+        if len(self.headers) >= self.limits.max_headers:
+            self._give_up(431, refusals.too_many_headers(self.limits.max_headers))
         super().on_header(name, value.rstrip(b" \t"))  # no part of it (RFC 9110, 5.5)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
-            self._give_up(431, _too_large(self.limits.max_header_bytes))
+            self._give_up(431, refusals.too_large(self.limits.max_header_bytes))
         if error := why_refused(self.parser.get_http_version(), self.headers):
             self._give_up(400, error)
         if len(self.pipeline) >= MAX_PIPELINED:
-            text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
-            self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
+            self._give_up(429, refusals.too_many_pipelined(MAX_PIPELINED, "requests"))
         self._stop_timer()
         self._in_head, self._in_body, self._body_arrived = False, True, True
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"  # 1.0 has no 1xx answers
@@ -242,8 +238,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _count_pipelined(self, size: int) -> None:
         self._pipelined_bytes = self._pipelined_bytes + size if self.pipeline else 0
         if self._pipelined_bytes > MAX_PIPELINED_BYTES:
-            text = f"at most {MAX_PIPELINED_BYTES} bytes of requests before their answers"
-            self._give_up(429, OverloadedError(text, field="pipeline", limit=str(MAX_PIPELINED_BYTES)))
+            self._give_up(429, refusals.too_many_pipelined(MAX_PIPELINED_BYTES, "bytes of requests"))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -265,6 +260,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._running.response_complete:
             self._mark_evictable()
             self._await_request()
+        if self._lingers:
+            self._linger()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -276,7 +273,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if endpoint is not None:
             exchange = self._exchange = Exchange(cycle, self._linger)
             app = lambda scope, receive, send: endpoint(exchange)  # noqa: E731
+        else:
+            cycle.transport = AnswerTransport(self.transport, self._close_answered)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
+
+    def _close_answered(self) -> None:
+        """Called by uvicorn where its answer ends the connection."""
+        running = self._running
+        self._lingers = running is not None and running.response_complete and running.more_body
+        if not self._lingers:
+            self.transport.close()
 
     def _mark_evictable(self) -> None:
         """Become the last of the connections that are closed where further ones come."""
@@ -365,17 +371,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _late(self, seconds: float) -> None:
         self._timer = None
-        what = "head" if self._in_head else "body"
-        self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
+        self._refuse(408, refusals.late("head" if self._in_head else "body", seconds))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _is_read_only(cycle: RequestResponseCycle) -> bool:
-    return cycle.scope["method"] in ("GET", "HEAD") and not cycle.more_body and not cycle.response_complete
 
 
 def limited(
@@ -393,12 +394,3 @@ def limited(
         "trust": staticmethod(trust),
     }
     return type("Limited", (LimitedProtocol,), shared)
-
-
-def _too_many(limit: int) -> OverloadedError:
-    why = f"this router has {limit} connections with a request each; try again, or raise max_http_connections"
-    return OverloadedError(why, limit=str(limit))
-
-
-def _too_large(limit: int) -> InvalidRequestError:
-    return InvalidRequestError(f"headers: at most {limit} bytes", field="headers", limit=str(limit))

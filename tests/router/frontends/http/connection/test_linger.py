@@ -17,9 +17,9 @@ class Lingering:
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
-        self.paused = self.hurries = False
+        self.paused = False
         self.closed_after: list[float] = []  # seconds
-        self.linger = Linger(self, MOST_SECONDS, lambda: self.hurries, self._close)
+        self.linger = Linger(self, MOST_SECONDS, self._close)
         self._began = self.loop.time()
         self.loop.call_soon(self.linger.start)
         self.loop.settle()
@@ -62,13 +62,6 @@ def test_a_client_that_still_sends_is_closed_once_it_is_silent(one: Lingering) -
 def test_a_client_that_never_stops_is_closed_at_the_deadline(one: Lingering) -> None:
     one.send(2 * MOST_SECONDS)
     assert one.closed_after == [pytest.approx(MOST_SECONDS, abs=QUIET_SECONDS)]
-
-
-def test_a_router_in_a_hurry_waits_for_no_client_that_sends(one: Lingering) -> None:
-    one.send(5.0)
-    one.hurries = True
-    one.send(5.0)
-    assert one.closed_after == [pytest.approx(5.0, abs=2 * QUIET_SECONDS)]
 
 
 def test_a_client_that_sends_as_fast_as_it_can_is_not_read_for_a_while(one: Lingering) -> None:

@@ -1,0 +1,70 @@
+"""Answers of the ASGI application that close their connection reach clients that still send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.config.router import ConnectionLimits
+from router.frontends.http.connection.protocol import limited
+from tests.harness.waiting import until
+
+BODY_BYTES = 16 << 20  # more than the buffers of both ends take
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """As the gate, which refuses a request by its head, and endpoints that read no body."""
+    ends = {"connection": "close"} if scope["path"] == "/refused" else {}
+    await Response(b"bye", headers=ends)(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def serving(*, draining: bool = False) -> AsyncIterator[uvicorn.Server]:
+    http = limited(ConnectionLimits(max_http_connections=10), draining=lambda: draining)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started, "it serves")
+        yield server
+        server.should_exit = True
+        await task
+
+
+async def answer_to(server: uvicorn.Server, head: bytes, body: bytes) -> bytes:
+    """All that a client reads which sends all of the body first."""
+    reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+    try:
+        async with asyncio.timeout(20):
+            writer.write(head + b"host: x\r\ncontent-length: %d\r\n\r\n" % BODY_BYTES)
+            writer.write(body)
+            await writer.drain()
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "draining"),
+    [(b"POST /refused HTTP/1.1\r\n", False), (b"POST / HTTP/1.1\r\n", True), (b"POST / HTTP/1.0\r\n", False)],
+    ids=["refused", "draining", "HTTP/1.0"],
+)
+async def test_an_answer_that_closes_reaches_a_client_that_still_sends(head: bytes, draining: bool) -> None:
+    """Without a key, an upload to a path that is none of the generations' ended with a reset in place of the reason."""
+    async with serving(draining=draining) as server:
+        said = await answer_to(server, head, bytes(BODY_BYTES))
+        assert said.startswith(b"HTTP/1.1 200 ") and said.endswith(b"\r\n\r\nbye")
+        await until(lambda: not server.server_state.connections, "it is closed", 5)
+
+
+async def test_what_comes_behind_such_an_answer_is_no_request() -> None:
+    async with serving() as server:
+        rest = bytes(BODY_BYTES) + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        said = await answer_to(server, b"POST /refused HTTP/1.1\r\n", rest)
+        assert said.count(b"HTTP/1.1 ") == 1
