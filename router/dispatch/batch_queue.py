@@ -35,6 +35,18 @@ class BatchQueue(Generic[T]):
         self._when_drained.append(call)
         self._wake()
 
+    async def drained(self) -> float:
+        """Wait until the reader has dealt with every item and waits for another. Returns the seconds waited."""
+        began, waiting = self._loop.time(), self._loop.create_future()
+
+        def wake() -> None:
+            if not waiting.done():  # else the caller was cancelled
+                waiting.set_result(None)
+
+        self.when_drained(wake)
+        await waiting
+        return self._loop.time() - began
+
     def add(self, item: T) -> None:
         self._items.append(item)
         self._wake()

@@ -174,8 +174,7 @@ class RequestDispatcher:
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(DispatchState.PLACING, TRANSITIONS, self._completion.request_id)
-        config = self._services.config
-        retry_policy = RetryPolicy(config.max_attempts, self._deadlines.admission_seconds)
+        retry_policy = RetryPolicy(self._services.config.max_attempts, self._deadlines.admission_seconds)
         while True:
             before = sum(choice.new_tokens for choice in choices)
             try:
@@ -194,6 +193,8 @@ class RequestDispatcher:
                     retry.reason, retry.pause_seconds, progress=progress, costly=costly
                 )
                 await asyncio.sleep(pause)
+                if self.stats.begun:  # each attempt brings a window, also where nothing is read
+                    retry_policy.deadline += await self._deltas.drained()
                 machine.to(DispatchState.PLACING)
             else:
                 machine.to(DispatchState.DONE)

@@ -104,3 +104,17 @@ def test_waiting_for_the_pace_does_not_keep_the_loop_busy(monkeypatch):
     monkeypatch.setattr("router.dispatch.batch_queue.asyncio.sleep", counted)
     uvloop.run(read())
     assert sleeps <= 2 * pieces
+
+
+async def test_a_producer_waits_until_the_reader_has_read_everything():
+    box: BatchQueue[int] = BatchQueue()
+    box.add(1)
+    waiting, given_up = asyncio.create_task(box.drained()), asyncio.create_task(box.drained())
+    await box.take()
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "it deals with what it has taken"
+    given_up.cancel()
+    reading = asyncio.create_task(box.take())
+    assert 0.03 < await asyncio.wait_for(waiting, 5.0) < 5.0, "the seconds waited"
+    box.add(2)
+    assert await reading == [2]

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.link.framing import MAX_FRAME_BYTES
 from cluster.protocol.link import WINDOW_TOKENS
-from tests.worker.link.hand_links import HandLink, HandWorker, done, rows
+from tests.worker.link.hand_links import HandLink, HandWorker, done, rows, up
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
 from worker.link.outgoing import MAX_ROWS
@@ -234,3 +234,28 @@ async def test_one_large_token_of_a_handle_is_under_way_at_a_time(worker):
     while len(last) < 24:
         last += [(one.token.choice, one.token.position) for one in link.read_one().extras if not one.more]
     assert sorted(last) == [(choice, position) for choice in range(8) for position in range(3)]
+
+
+async def test_a_large_token_begins_again_on_the_next_link(worker):
+    """Its router has given the pieces of before up, and would drop those that follow them: a gap."""
+    log = worker.open(1)
+    older = up(worker, 1)
+    token = whole(0, 0, alternatives=20_000)
+    log.add(0, 0, 7, token)
+    assert older.read_one().extras[0].more
+    newer = HandLink(worker, 2)
+    newer.attach([1])
+    pieces = [extra for frame in newer.read() for extra in frame.extras]
+    assert pieces[0].first == 0 and not pieces[-1].more
+    assert [one for piece in pieces for one in piece.token.top_logprobs] == list(token.top_logprobs)
+
+
+async def test_ends_that_do_not_fit_leave_with_the_next_frame(worker):
+    numbers = list(range(1, 101))
+    logs = [worker.open(number) for number in numbers]
+    link = up(worker, *numbers)
+    for log in logs:
+        log.end(common_pb2.AttemptEnd(error=common_pb2.ErrorDetail(message="why" * 300)))
+    frames = link.read()
+    assert len(frames) > 1
+    assert sorted(end.handle for frame in frames for end in frame.ends) == numbers

@@ -124,6 +124,17 @@ async def test_a_list_over_several_frames_is_complete_with_its_last(worker):
     assert set(worker.handles) == {transfer(1), transfer(3)}
 
 
+async def test_an_attempt_that_is_dispatched_after_the_list_was_made_goes_on(worker):
+    """Its Run may come before the list does: calls have no order with it."""
+    link = HandLink(worker, 1)
+    log = worker.open(5)
+    link.attach([], next_handle=5)
+    tokens(log, 0, 2)
+    assert rows(link.read()) == [(5, 0, 0), (5, 0, 1)]
+    await asyncio.sleep(0.3)  # longer than the detach time
+    assert not worker.cancelled
+
+
 async def test_an_attempt_whose_detach_time_is_over_is_unknown_to_a_link_that_comes_then(worker):
     """Its cancel takes a moment, and forgets it without an end: the router would wait for that until it asks."""
     worker.open(1)
