@@ -39,7 +39,7 @@ class SharedViews:
         try:
             await asyncio.sleep(begin - now)
         finally:
-            del self._waiting[kind]
+            self._waiting.pop(kind, None)
         return await make()
 
 
