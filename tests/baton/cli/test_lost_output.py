@@ -70,7 +70,7 @@ def serve_worker(monkeypatch: pytest.MonkeyPatch, ready_file: Path | None) -> Wo
         return worker
 
     monkeypatch.setattr("baton.workers.start_worker", started)
-    monkeypatch.setattr(serve.logs, "configure", lambda name: None)
+    monkeypatch.setattr("cluster.telemetry.logs.configure", lambda name: None)
     config: Any = SimpleNamespace(worker_id="w", role="decode")
     try:
         asyncio.run(serve._serve_worker(config, ready_file))
@@ -120,7 +120,7 @@ class Router:
 
 def serve_router(monkeypatch: pytest.MonkeyPatch, ready_file: Path | None) -> Router:
     monkeypatch.setattr("router.server.Router", Router)
-    monkeypatch.setattr(serve.logs, "configure", lambda name: None)
+    monkeypatch.setattr("cluster.telemetry.logs.configure", lambda name: None)
     config: Any = SimpleNamespace(router_id="r")
     try:
         asyncio.run(serve._run_router(config, ready_file))

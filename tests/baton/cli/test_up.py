@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import up
+from baton.cli import output, up
 from tests.harness.waiting import wait_for
 
 ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -28,7 +28,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     else:
         signal.signal(number, signal.SIG_IGN)
 
-from baton.cli import up
+from baton.cli import output, up
 
 class Cluster:
     def __init__(self, options, progress):
@@ -183,7 +183,7 @@ def test_a_signal_finds_no_lock_taken_by_the_loop(monkeypatch):
 
 def test_a_signal_while_the_first_lines_are_printed_stops_the_cluster_too(monkeypatch):
     """A terminal that is held, or a pipe that is not read, takes as long for them as it likes."""
-    real = up.tell
+    real = output.tell
 
     def tell(line: str) -> None:
         if line == "ready":

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from cluster.errors import UnavailableError
+from cluster.telemetry.exposition import encode
 from router.frontends.http import app
 from router.frontends.http.shared_views import PACE_SECONDS, SharedViews
 
@@ -64,8 +65,13 @@ async def test_an_error_is_that_of_all_who_wait_and_of_no_later_one() -> None:
 async def test_a_flood_of_scrapes_renders_once(accept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes ten milliseconds of the event loop. Rendered one by one, those of 200 connections kept a stream of
     another client waiting for six seconds."""
-    rendered, render = [], app.encode
-    monkeypatch.setattr(app, "encode", lambda *given: (rendered.append(given), render(*given))[1])
+    rendered: list[str] = []
+
+    def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+        rendered.append(accept)
+        return encode(registry, accept)
+
+    monkeypatch.setattr(app, "encode", render)
     views: Any = object.__new__(app.Views)
     views._gateway = SimpleNamespace(metrics=SimpleNamespace(registry=CollectorRegistry()), member=None)
     views._shared = SharedViews()
