@@ -297,3 +297,10 @@ def test_an_empty_address_is_refused(model: type[Frozen]) -> None:
     with pytest.raises(ConfigError, match="at least 1 character") as caught:
         sources.load(model, {**REQUIRED[model], "host": ""})
     assert caught.value.field == "host"
+
+
+def test_a_model_whose_name_is_no_text_is_refused() -> None:
+    """As of a directory whose name is not UTF-8; no answer could show it."""
+    with pytest.raises(ValueError, match="give served_model_name"):
+        RouterConfig(model=Path("/m\udcff"))
+    assert RouterConfig(model=Path("/m\udcff"), served_model_name="m").served_name == "m"
