@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.cli.flags import Flags
-from baton.cli.output import say
+from baton.cli.output import tell
 from baton.cli.serve import ConfigFile, ReadyFile, report_redis, write_ready
 from cluster.config import sources
 from cluster.config.base import Frozen, no_flag
@@ -141,7 +141,7 @@ def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
     server = MetricsServer(config.host, config.metrics_port, registry, {}, {})
     sets = [config.stateful_sets, *(one.stateful_sets for one in config.models)]
     names = ", ".join(name for one in sets for name in (one.prefill, one.decode))
-    say(f"autoscaler sizes {names} in {where}, {config.gpu_budget} GPUs")
+    tell(f"autoscaler sizes {names} in {where}, {config.gpu_budget} GPUs")
     write_ready(ready_file, {"pid": os.getpid(), "metrics": f"{config.host}:{server.port}"})
     try:
         scaler = Autoscaler(

@@ -19,7 +19,7 @@ import redis
 import typer
 
 from baton.cli.flags import Flags
-from baton.cli.output import console, say
+from baton.cli.output import console, tell
 from baton.cli.serve import ConfigFile
 from cluster.config import sources
 from cluster.config.shared import ClusterFields
@@ -67,9 +67,9 @@ def drain(
         if this:
             _drain_self(registry, wait, worker_id, ready_file)
         else:
-            _drain(Drainer(registry, say), list(worker or ()), wait, "exit")
+            _drain(Drainer(registry, tell), list(worker or ()), wait, "exit")
     except DeadlineError as error:
-        say(f"baton: {error.message}")
+        tell(f"baton: {error.message}")
         raise typer.Exit(EXIT_STILL_DRAINING) from None
 
 
@@ -95,7 +95,7 @@ def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, rea
         _terminate(process, wait)
         return
     try:
-        drainer = Drainer(registry, say)
+        drainer = Drainer(registry, tell)
         found = [process.id] if process is not None else [worker_id] if worker_id else drainer.on_this_host()
         if not found:
             raise ConfigError("no worker of this host is registered: nothing to drain", field="self")
@@ -110,7 +110,7 @@ def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, rea
 
 
 def _terminate(process: Process, wait: float) -> None:
-    say(
+    tell(
         f"{process.id} (pid {process.pid}) gets SIGTERM and drains"
         if process.runs()
         else f"{process.id} has left already"
@@ -118,7 +118,7 @@ def _terminate(process: Process, wait: float) -> None:
     process.terminate()
     if wait > 0:
         wait_exit(process, wait)
-        say(f"{process.id} has left")
+        tell(f"{process.id} has left")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from rich.console import Console
 
 # What is printed is others' text: paths, addresses, answers. Nothing in it is rich's own markup, or a name of an emoji.
@@ -10,6 +12,13 @@ console = Console(highlight=False, markup=False, emoji=False)
 
 def say(line: str) -> None:
     console.print(line, soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    """Print a line beside work that goes on whether it can be read or not: a full disk behind the output, or a pipe whose
+    reader has left, must not end a process that serves or drains."""
+    with contextlib.suppress(OSError, SystemExit):  # SystemExit: what rich makes of such a pipe
+        say(line)
 
 
 def progress_console() -> Console:

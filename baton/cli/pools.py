@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.autoscaler.config import ServeAutoscalingConfig
-from baton.cli.output import say
-from baton.cli.serve import ReadyFile, write_ready
+from baton.cli.output import say, tell
+from baton.cli.serve import ReadyFile, try_to_write_ready
 from cluster.config import sources
 from cluster.config.worker import Role
 from cluster.config.yaml_file import read_yaml
@@ -77,8 +77,8 @@ def pools(
             _reach(head, stop)
             has_pools = True
             _deploy(head, found, described, stop)
-            say("pools are deployed")
-        write_ready(ready_file, {"pid": os.getpid()})
+            tell("pools are deployed")
+        try_to_write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
     except SetupError:
         if not stop.is_set():  # else a signal has ended the deployment
@@ -165,7 +165,7 @@ def _disconnect(head: str, watch: RayHeadWatch, *, has_pools: bool) -> None:
         else:
             call_ray(head, "the end of the connection", disconnect, END_SECONDS)
     except SetupError as error:
-        say(f"the pools stay as they are: {error.message}" if has_pools else error.message)
+        tell(f"the pools stay as they are: {error.message}" if has_pools else error.message)
         # Before Ray's exit handler, which would wait for the head: the last one registered is called first.
         atexit.register(_exit_at_once)
 

@@ -14,7 +14,7 @@ import typer
 
 from baton import safe_files
 from baton.cli.flags import Flags
-from baton.cli.output import say
+from baton.cli.output import tell
 from baton.local.state import check_writable
 from baton.processes.force_exit import end_surely
 from baton.processes.without_gc import without_gc
@@ -72,11 +72,11 @@ def check_start(
 def report_redis(url: str, rights: Rights) -> None:
     """Say that Redis does not answer, is too old, or refuses what this process needs."""
     if why := why_silent(url):
-        say(f"{why}; starting anyway, Redis is used as soon as it answers")
+        tell(f"{why}; starting anyway, Redis is used as soon as it answers")
     elif why := ask_why_unusable(url):
-        say(f"{why}; starting anyway, requests fail until another one is there")
+        tell(f"{why}; starting anyway, requests fail until another one is there")
     elif why := too_few_rights(url, rights):
-        say(f"{why}; starting anyway, Redis is used as far as it allows")
+        tell(f"{why}; starting anyway, Redis is used as far as it allows")
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
@@ -87,13 +87,18 @@ async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
     stop = stop_event()
     running = Router(config)
     await running.start()
-    say(f"{config.router_id} listens on {running.http_url} and {running.grpc_address} (gRPC)")
-    write_ready(
-        ready_file,
-        {"id": config.router_id, "pid": os.getpid(), "http": running.http_url, "grpc": running.grpc_address},
-    )
-    await stop.wait()
-    await running.close()
+    tell(f"{config.router_id} listens on {running.http_url} and {running.grpc_address} (gRPC)")
+    facts = {
+        "id": config.router_id,
+        "pid": os.getpid(),
+        "http": running.http_url,
+        "grpc": running.grpc_address,
+    }
+    try:
+        write_ready(ready_file, facts)
+        await stop.wait()
+    finally:  # a file that cannot be written ends the router, and what it has taken in meanwhile is served
+        await running.close()
 
 
 async def _run_router_processes(config: RouterConfig, ready_file: Path | None) -> None:
@@ -105,7 +110,7 @@ async def _run_router_processes(config: RouterConfig, ready_file: Path | None) -
     def changed() -> None:
         facts = {"id": config.router_id, "pid": os.getpid(), "http": running.http_url}
         if all(running.pids):
-            write_ready(ready_file, {**facts, "grpc": running.grpc_address, "processes": running.pids})
+            try_to_write_ready(ready_file, {**facts, "grpc": running.grpc_address, "processes": running.pids})
 
     running = RouterProcesses(config, changed)
     stopped = asyncio.create_task(stop.wait())
@@ -116,7 +121,7 @@ async def _run_router_processes(config: RouterConfig, ready_file: Path | None) -
         if starting.done():
             starting.result()
             where = f"{running.http_url} and {running.grpc_address} (gRPC)"
-            say(f"{config.router_id} listens on {where} with {config.processes} processes")
+            tell(f"{config.router_id} listens on {where} with {config.processes} processes")
             ends: list[asyncio.Future[Any]] = [stopped, running.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -138,6 +143,14 @@ def stop_event() -> asyncio.Event:
 def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
     if path is not None:
         safe_files.replace(path, json.dumps(facts).encode(), safe_files.SHARED)
+
+
+def try_to_write_ready(path: Path | None, facts: dict[str, Any]) -> None:
+    """As `write_ready`, for a process that others depend on by now: a full disk must not end it."""
+    try:
+        write_ready(path, facts)
+    except OSError as error:
+        tell(f"{path} cannot be written, and is missing or out of date: {error.strerror}")
 
 
 def _command(role: Role) -> Callable[..., None]:
@@ -184,7 +197,7 @@ async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     signal.signal(signal.SIGTERM, _end_at_once)
     worker = await start_worker(config)
     stop = stop_event()
-    say(f"{worker.worker_id} serves {config.role} on {worker.address}")
+    tell(f"{worker.worker_id} serves {config.role} on {worker.address}")
     facts: dict[str, Any] = {
         "id": worker.worker_id,
         "role": config.role,
@@ -192,11 +205,15 @@ async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
         "address": worker.address,
         "metrics": worker.metrics_address,
     }
-    write_ready(ready_file, facts)
+    try:
+        write_ready(ready_file, facts)
+    except OSError:  # routers may have placed requests here
+        await worker.stop()
+        raise
     failed = asyncio.create_task(worker.wait_failed())
     reasons = [failed, asyncio.create_task(stop.wait()), asyncio.create_task(worker.wait_drain_wanted())]
     await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
-    say(f"{worker.worker_id} is leaving")
+    tell(f"{worker.worker_id} is leaving")
     await worker.stop()
     if failed.done():
         raise SystemExit(f"{worker.worker_id} failed: {failed.result()!r}")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.flags import Flags
-from baton.cli.output import console, say
+from baton.cli.output import console, tell
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions, merged
 from baton.local.state import ClusterState
@@ -150,7 +150,8 @@ def run(options: UpOptions) -> None:
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
             signal.signal(number, interrupt)
-    with contextlib.suppress(KeyboardInterrupt):
+    # The stack is filled within the first status line: writing that one's end may take as long as a terminal is held.
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as ends:
         with _shown("starting") as update:
             cluster = LocalCluster(options, progress=update)
             try:
@@ -159,18 +160,20 @@ def run(options: UpOptions) -> None:
                 _ignore_endings()
                 cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
+            ends.callback(_stop, cluster)
         for line in ready_lines(state, options):
-            _tell(line)
-        try:
-            while not signals:
-                for line in cluster.watch():
-                    _tell(line)
-                time.sleep(WATCH_SECONDS)
-        finally:
-            _ignore_endings()
-            with _shown("stopping"):
-                cluster.stop()
-    _tell("stopped")
+            tell(line)
+        while not signals:
+            for line in cluster.watch():
+                tell(line)
+            time.sleep(WATCH_SECONDS)
+    tell("stopped")
+
+
+def _stop(cluster: LocalCluster) -> None:
+    _ignore_endings()
+    with _shown("stopping"):
+        cluster.stop()
 
 
 def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
@@ -198,21 +201,15 @@ def _curl_files(certs: Path, *, with_own: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _shown(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a status line. As in `_tell`, errors of the output are ignored."""
+    """Show a status line. As in `tell`, errors of the output are ignored."""
     status = console.status(text)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SystemExit):
         status.start()
     try:
         yield status.update
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SystemExit):
             status.stop()
-
-
-def _tell(line: str) -> None:
-    """Output to a file on a full disk must not end the cluster."""
-    with contextlib.suppress(OSError):
-        say(line)
 
 
 def _interrupt(*_: object) -> None:

@@ -361,4 +361,11 @@ class RouterConfig(
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or "" in names:
             raise ValueError(f"models: {(twice or [''])[0]!r} names two models, or is empty")
+        for name in names:
+            try:
+                name.encode()
+            except UnicodeEncodeError:  # of a directory whose name has other bytes
+                raise ValueError(
+                    f"models: {name!r} is not text in UTF-8, so no answer could show it: give served_model_name"
+                ) from None
         return self

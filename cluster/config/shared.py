@@ -79,7 +79,9 @@ class TelemetryFields(Frozen):
     metrics_aliases: MetricsAliases = Field("none", description="vllm: vLLM's metric names beside Baton's")
     otlp_endpoint: str = Field(
         "",
-        description="collector of traces, OTLP over HTTP; none = OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
+        pattern=r"^(https?://.+)?$",
+        description="collector of traces, OTLP over HTTP, such as http://collector:4318; none = "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
     )
     trace_sample_ratio: float | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import yaml
 
 from cluster.errors import ConfigError
 
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML takes the last of two values under one name, so a line would have no effect and no error."""
+    """PyYAML takes the last of two values under one name, so a line would have no effect and no error. JSON writes a
+    character beyond 16 bits as two escapes, of which PyYAML makes two surrogates: no text that can be sent or opened."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -22,6 +26,14 @@ class _Loader(yaml.SafeLoader):
                     raise _NamedTwice(name.start_mark.line + 1)
                 found.add((name.tag, name.value))
         return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        return _PAIR.sub(_joined, value) if isinstance(value, str) else value
+
+
+def _joined(pair: re.Match[str]) -> str:
+    return pair[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 class _NamedTwice(Exception):

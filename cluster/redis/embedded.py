@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 
@@ -58,7 +59,7 @@ class EmbeddedRedis:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        server = cls(f"unix://{socket}", process)
+        server = cls(f"unix://{quote(os.fsencode(socket))}", process)
         server._wait(log)
         return server
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+log = logging.getLogger(__name__)
 OUTDATED_SECONDS = 86_400.0
 _NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # names that `_cached` gives now, or gave in earlier versions
 
@@ -61,10 +63,27 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant
         key = _digest(repr((_processor(), variant)).encode())
         function.__qualname__ = f"{name}-{_SOURCES}-{key}"
         made = decorator(cache=True)(function)
-    except RuntimeError:  # no directory for a cache can be written, or LLVM can't name the processor
+    except (RuntimeError, OSError):
+        # No directory for a cache can be written, or LLVM can't name the processor; or there is no room for the code of a
+        # function that is compiled at once.
         return decorator()(function)
+    _tolerate_a_full_disk(made._cache)
     _remove_outdated(made)
     return made
+
+
+def _tolerate_a_full_disk(cache: Any) -> None:
+    """Code that cannot be stored runs all the same, and is compiled again at the next start: by default numba raises the
+    error from the call that needed the code, which would be a step of the engine."""
+    save = cache.save_overload
+
+    def save_overload(signature: Any, code: Any) -> None:
+        try:
+            save(signature, code)
+        except OSError as error:
+            log.warning("compiled code is not kept for the next start: %s", error)
+
+    cache.save_overload = save_overload
 
 
 @functools.cache

@@ -6,6 +6,7 @@ when a span is created.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,9 +125,11 @@ class Tracing:
         return self._tracer.start_span(name, parent, attributes=attributes, start_time=_wall(began))
 
     def close(self) -> None:
-        """Send the remaining spans, for a few seconds at most."""
-        self._provider.force_flush(int(FLUSH_SECONDS * 1000))
-        self._provider.shutdown()
+        """Send the remaining spans, for FLUSH_SECONDS at most. The SDK would wait ten seconds for each batch where the
+        collector is silent, and its own time limits change nothing."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(FLUSH_SECONDS)
 
 
 def _wall(monotonic_seconds: float) -> int:

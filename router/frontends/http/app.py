@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from cluster.membership.types import WorkerInfo
-from cluster.telemetry.exposition import encode
+from cluster.telemetry.exposition import OPEN_METRICS, accepts_open_metrics, encode
 from cluster.version import VERSION
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
@@ -37,6 +37,7 @@ from router.frontends.http.openai.tokenize import Tokenizing
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses.endpoint import Responses
 from router.frontends.http.serving import Serving
+from router.frontends.http.shared_views import SharedViews
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
 from router.request.served_model import ServedModel, listed
@@ -82,6 +83,7 @@ class Views:
         self._encoded_models: tuple[list[Mapping[str, str]], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
         self._documents: dict[frozenset[str], bytes] = {}  # by what a key may name
+        self._shared = SharedViews()
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -153,18 +155,28 @@ class Views:
         return self._documents[models]
 
     async def cluster(self, request: Request) -> Response:
-        return _json(await _cluster_view(self._gateway))
+        async def made() -> bytes:
+            return orjson.dumps(await _cluster_view(self._gateway))
+
+        return _encoded(await self._shared.get("cluster", made))
 
     async def cluster_live(self, request: Request) -> Response:
-        return _json(self._gateway.live.view())
+        async def made() -> bytes:
+            return orjson.dumps(self._gateway.live.view())
+
+        return _encoded(await self._shared.get("live", made))
 
     async def metrics(self, request: Request) -> Response:
-        accept, member = request.headers.get("accept", ""), self._gateway.member
-        body, content_type = (
-            encode(self._gateway.metrics.registry, accept)
-            if member is None
-            else await member.parent.metrics(accept)
-        )
+        # Two formats, however clients ask
+        accept = OPEN_METRICS if accepts_open_metrics(request.headers.get("accept", "")) else ""
+
+        async def made() -> tuple[bytes, str]:
+            member = self._gateway.member
+            if member is None:
+                return encode(self._gateway.metrics.registry, accept)
+            return await member.parent.metrics(accept)
+
+        body, content_type = await self._shared.get(f"metrics {accept}", made)
         return Response(body, media_type=content_type)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import up
+from baton.cli import output, up
 from tests.harness.waiting import wait_for
 
 ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -28,7 +28,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     else:
         signal.signal(number, signal.SIG_IGN)
 
-from baton.cli import up
+from baton.cli import output, up
 
 class Cluster:
     def __init__(self, options, progress):
@@ -95,6 +95,21 @@ def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
     assert (tmp_path / "stopped").exists()
 
 
+def test_a_reader_of_the_output_that_leaves_does_not_end_the_cluster(tmp_path):
+    """As `baton up | grep -m1 ready` does."""
+    reads, writes = os.pipe()
+    process = start(tmp_path, output=Path(f"/dev/fd/{writes}"))
+    os.close(writes)
+    os.close(reads)
+    for _ in range(2):
+        (tmp_path / "watched").unlink()
+        wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    (tmp_path / "may-stop").touch()
+    process.terminate()
+    assert process.wait(30.0) == 0
+    assert (tmp_path / "stopped").exists()
+
+
 class InProcess:
     """A cluster that does nothing."""
 
@@ -115,10 +130,10 @@ class InProcess:
 CLUSTERS: list[InProcess] = []
 
 
-def run(monkeypatch: pytest.MonkeyPatch, kind: type[InProcess]) -> InProcess:
+def run(monkeypatch: pytest.MonkeyPatch, kind: type[InProcess], lines: Sequence[str] = ()) -> InProcess:
     before = {number: signal.getsignal(number) for number in up.ENDINGS}
     monkeypatch.setattr(up, "LocalCluster", kind)
-    monkeypatch.setattr(up, "ready_lines", lambda state, options: [])
+    monkeypatch.setattr(up, "ready_lines", lambda state, options: lines)
     try:
         up.run(None)  # type: ignore[arg-type]
     finally:
@@ -164,3 +179,16 @@ def test_a_signal_finds_no_lock_taken_by_the_loop(monkeypatch):
 
     monkeypatch.setattr(up, "WATCH_SECONDS", 0.0)
     assert run(monkeypatch, Cluster).stopped
+
+
+def test_a_signal_while_the_first_lines_are_printed_stops_the_cluster_too(monkeypatch):
+    """A terminal that is held, or a pipe that is not read, takes as long for them as it likes."""
+    real = output.tell
+
+    def tell(line: str) -> None:
+        if line == "ready":
+            signal.raise_signal(signal.SIGTERM)
+        real(line)
+
+    monkeypatch.setattr(up, "tell", tell)
+    assert run(monkeypatch, InProcess, lines=["ready"]).stopped

@@ -18,6 +18,7 @@ from cluster.config.base import Frozen, settings
 from cluster.config.environment import from_environment
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
+from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.protocol.block_hash import hash_blocks
 
@@ -140,6 +141,7 @@ def test_secrets_are_read_from_files(
         ({"BATON_INDEX_PASSWORD": "two"}, "index_url"),
         ({"BATON_INDEX_URL": "http://r"}, "index_url"),
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
+        ({"BATON_OTLP_ENDPOINT": "collector:4318"}, "otlp_endpoint"),
         ({"BATON_ENGINE__DEVICE": "cuda:99999999999"}, "engine.device"),
         ({"BATON_ENGINE__MAX_BATCH_TOKENS": "1000000000"}, "engine.max_batch_tokens"),
     ],
@@ -190,6 +192,14 @@ def test_an_empty_file_sets_nothing(nothing: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(nothing)
     assert sources.load(RouterConfig, {"model": Path("/m")}, file).model == Path("/m")
+
+
+@pytest.mark.parametrize("name", ["a\U0001f680b", "\u00e9", "\ud83d", "\ud83d \ude80"])
+def test_a_name_in_a_file_is_that_which_json_wrote(name: str, tmp_path: Path) -> None:
+    """`baton up` passes settings to its processes so. Half of a pair may be a byte of a file name that is not UTF-8."""
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"served_model_name": name, name: [name]}))
+    assert read_settings(file) == {"served_model_name": name, name: [name]}
 
 
 @pytest.mark.parametrize("said", ["*", "{", "https://chat.example"])
@@ -334,3 +344,10 @@ def test_what_an_empty_variable_of_a_router_says(
         with pytest.raises(ConfigError) as caught:
             sources.load(RouterConfig, {"model": tmp_path}, tmp_path / "router.yaml")
         assert "BATON_" not in caught.value.message
+
+
+def test_a_model_whose_name_is_no_text_is_refused() -> None:
+    """As of a directory whose name is not UTF-8; no answer could show it."""
+    with pytest.raises(ValueError, match="give served_model_name"):
+        RouterConfig(model=Path("/m\udcff"))
+    assert RouterConfig(model=Path("/m\udcff"), served_model_name="m").served_name == "m"

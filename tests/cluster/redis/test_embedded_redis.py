@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
+from cluster.redis.connect import connect
+from cluster.redis.embedded import EmbeddedRedis
 from tests.harness.ended import gone
 from tests.harness.waiting import wait_for
 
@@ -30,3 +33,13 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path):
     except AssertionError:
         os.kill(server, signal.SIGKILL)
         raise
+
+
+def test_a_folder_may_have_any_name(tmp_path):
+    """As part of its socket's URL, where some characters mean something else."""
+    server = EmbeddedRedis.start(tmp_path / "a b%20?#é")
+    try:
+        with contextlib.closing(connect(server.url)) as client:
+            assert client.ping()
+    finally:
+        server.stop()

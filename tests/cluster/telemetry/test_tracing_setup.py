@@ -5,14 +5,16 @@ OpenTelemetry's API may be there all the same: the Redis client imports it.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from cluster.config.shared import TelemetryFields
 from cluster.telemetry.tracing.setup import open_tracing
-from cluster.telemetry.tracing.spans import Tracing
+from cluster.telemetry.tracing.spans import FLUSH_SECONDS, Tracing
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,19 @@ def test_workers_take_only_what_is_sampled() -> None:
     assert Tracing.remote_parent(f"{PARENT}-01", "shop=7") is not None
     assert Tracing.remote_parent(f"{PARENT}-00", "") is None
     assert Tracing.remote_parent("nonsense1", "") is None
+
+
+def test_a_silent_collector_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts and answers nothing; the SDK waits for each batch, by default for ten seconds."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = TelemetryFields(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tracing = open_tracing(config, "baton-router", "r", {})
+        assert tracing is not None
+        for _ in range(1100):  # more than two batches
+            span = tracing.root("request", {}, time.monotonic())
+            assert span is not None
+            span.end()
+        began = time.monotonic()
+        tracing.close()
+        assert time.monotonic() - began < FLUSH_SECONDS + 3.0

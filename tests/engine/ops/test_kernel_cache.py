@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numba import types
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
@@ -106,6 +108,21 @@ def test_a_processor_that_llvm_does_not_know_has_no_cache(monkeypatch):
 
     made = cpu_llvm.cached(added)
     assert made.stats.cache_path is None and made(1, 2) == 3
+
+
+def test_code_that_has_no_room_on_disk_runs_all_the_same(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", full)
+
+    def added(a, b):
+        return a + b
+
+    assert cpu_llvm.cached(added)(1, 2) == 3
+    made = cpu_llvm.cached_function(added, types.int64(types.int64, types.int64), ())
+    assert made.ctypes(1, 2) == 3
 
 
 @pytest.mark.long
