@@ -17,7 +17,7 @@ from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
-from cluster.membership.types import Then
+from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.rights import RightsWatch
 from worker.ending import Ending
 from worker.identity import WorkerIdentity
@@ -147,6 +147,7 @@ class Membership:
             if worker.worker_id != self.identity.worker_id
             and (worker.role, worker.model_id) == (self.config.role, self.identity.model_id)
             and (worker.state, worker.lease) == ("ready", "live")
+            and _of_model(self.config.served_model_name, worker)
         ]
         loaded = {digest for worker in successors for _, digest in worker.adapters}
         return bool(successors) and loaded.issuperset(adapters)
@@ -156,3 +157,9 @@ class Membership:
         for part in (self._registration, self._reporter, *self._watches):
             if part is not None:
                 await asyncio.to_thread(part.stop)
+
+
+def _of_model(name: str, worker: WorkerInfo) -> bool:
+    """Whether routers of several models give the worker requests of a worker that registers with `name`: two models may be
+    of one checkpoint. "" may be the first one's."""
+    return not name or worker.served_model in ("", name)

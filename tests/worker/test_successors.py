@@ -26,8 +26,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[WorkerInfo]:
     return found
 
 
-async def has_successor(*adapters: str) -> bool:
-    config = SimpleNamespace(redis_url="", namespace="", role="prefill")
+async def has_successor(*adapters: str, served: str = "") -> bool:
+    config = SimpleNamespace(redis_url="", namespace="", role="prefill", served_model_name=served)
     own: Any = SimpleNamespace(config=config, identity=SimpleNamespace(worker_id="w0", model_id="m"))
     return await Membership.has_successor(own, adapters)
 
@@ -61,6 +61,16 @@ async def test_workers_that_take_nothing_are_no_successors(
     registered[2] = replace(registered[2], **change)
     assert not await has_successor(X)
     assert await has_successor()
+
+
+async def test_workers_of_another_model_of_the_same_checkpoint_are_no_successors(
+    registered: list[WorkerInfo],
+) -> None:
+    """Routers give them none of its requests."""
+    registered[:] = [replace(one, served_model="b") for one in registered]
+    assert await has_successor(served="b") and not await has_successor(served="a")
+    registered[1] = replace(registered[1], served_model="")  # the first model's, which may be "a"
+    assert await has_successor(served="a") and await has_successor()
 
 
 async def test_without_redis_none_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
