@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -34,7 +34,7 @@ from cluster.protocol.times import (
     RENEW_SECONDS,
 )
 from cluster.redis.connect import connect, connect_async
-from cluster.redis.failover import disconnect_after_failover_async
+from cluster.redis.failover import disconnect_after_failover, disconnect_after_failover_async
 from cluster.redis.reasons import reason
 from wire import common_pb2
 
@@ -185,6 +185,39 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
         return decode(client.eval(scripts.READ, len(registry), *registry, forget))
     finally:
         client.close()
+
+
+class NamedWorkers:
+    """Reads some workers again and again: over one connection, and at no cost for all others."""
+
+    def __init__(self, redis_url: str, namespace: str, clock: Callable[[], float] = time.monotonic):
+        self._client = connect(redis_url)
+        self._script = self._client.register_script(scripts.NAMED)
+        self._keys = keys.registry(namespace)
+        self._clock = clock
+        self._slots, self._answered = 0, True  # the last slot assigned, as in Members
+        self._back_since = -math.inf
+
+    def read(self, worker_ids: Collection[str]) -> list[WorkerInfo]:
+        """Those of them that are registered now. Raises redis.RedisError."""
+        try:
+            answer: Any = self._script(keys=self._keys, args=[*worker_ids])
+        except redis.RedisError as error:
+            self._answered = False
+            disconnect_after_failover(self._client, error)
+            raise
+        if not self._answered or int(answer[1]) < self._slots:
+            self._back_since = self._clock()
+        self._slots, self._answered = int(answer[1]), True
+        return decode(answer)
+
+    @property
+    def may_lack_some(self) -> bool:
+        """Redis was away or emptied, and workers have not had the time to register again."""
+        return self._clock() - self._back_since <= REGISTER_AGAIN_SECONDS
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
