@@ -26,8 +26,9 @@ from cluster.config import sources
 from cluster.config.shared import ClusterFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
-from cluster.membership.reader import NamedWorkers, read_workers
+from cluster.membership.reader import read_workers
 from cluster.membership.registry import request_drain
+from cluster.membership.repeated_reads import NamedWorkers
 from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.urls import without_password
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -34,7 +34,7 @@ from cluster.protocol.times import (
     RENEW_SECONDS,
 )
 from cluster.redis.connect import connect, connect_async
-from cluster.redis.failover import disconnect_after_failover, disconnect_after_failover_async
+from cluster.redis.failover import disconnect_after_failover_async
 from cluster.redis.reasons import reason
 from wire import common_pb2
 
@@ -187,39 +187,6 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
         client.close()
 
 
-class NamedWorkers:
-    """Reads some workers again and again: over one connection, and at no cost for all others."""
-
-    def __init__(self, redis_url: str, namespace: str, clock: Callable[[], float] = time.monotonic):
-        self._client = connect(redis_url)
-        self._script = self._client.register_script(scripts.NAMED)
-        self._keys = keys.registry(namespace)
-        self._clock = clock
-        self._slots, self._answered = 0, True  # the last slot assigned, as in Members
-        self._back_since = -math.inf
-
-    def read(self, worker_ids: Collection[str]) -> list[WorkerInfo]:
-        """Those of them that are registered now. Raises redis.RedisError."""
-        try:
-            answer: Any = self._script(keys=self._keys, args=[*worker_ids])
-        except redis.RedisError as error:
-            self._answered = False
-            disconnect_after_failover(self._client, error)
-            raise
-        if not self._answered or int(answer[1]) < self._slots:
-            self._back_since = self._clock()
-        self._slots, self._answered = int(answer[1]), True
-        return decode(answer)
-
-    @property
-    def may_lack_some(self) -> bool:
-        """Redis was away or emptied, and workers have not had the time to register again."""
-        return self._clock() - self._back_since <= REGISTER_AGAIN_SECONDS
-
-    def close(self) -> None:
-        self._client.close()
-
-
 def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
     """`read_workers` for a user that may only read: dead workers are left to the routers to delete.
 
@@ -247,6 +214,15 @@ def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
                 *(status.get(worker_id, b"{}"), drain),
             ]
     return decode(answer)
+
+
+def with_leases(workers: list[WorkerInfo], now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
+    """The workers with the leases of now; the same list if these are the same. The arguments are LOOK's answer."""
+    ages = {bytes(name): int(now_ms) - float(at) for name, at in zip(*[iter(overdue)] * 2, strict=True)}
+    leases = [lease_of(ages.get(one.worker_id.encode(), 0.0) / 1000) for one in workers]
+    if all(one.lease == lease for one, lease in zip(workers, leases, strict=True)):
+        return workers
+    return [replace(one, lease=lease) for one, lease in zip(workers, leases, strict=True)]
 
 
 class Members:
@@ -366,14 +342,10 @@ class Members:
         return bool(before) and ahead > FORGET_SECONDS / 2
 
     def _with_leases(self, now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
-        """The workers that Redis named last, with the leases of now; the same list if these are the same."""
-        ages = {bytes(name): int(now_ms) - float(at) for name, at in zip(*[iter(overdue)] * 2, strict=True)}
-        if ages and max(ages.values()) > FORGET_SECONDS * 1000:
+        """The workers that Redis named last, with the leases of now."""
+        if any(int(now_ms) - float(at) > FORGET_SECONDS * 1000 for at in overdue[1::2]):
             self._generation = ""  # a whole read deletes it
-        leases = [lease_of(ages.get(one.worker_id.encode(), 0.0) / 1000) for one in self._named]
-        if all(one.lease == lease for one, lease in zip(self._named, leases, strict=True)):
-            return self._named
-        return [replace(one, lease=lease) for one, lease in zip(self._named, leases, strict=True)]
+        return with_leases(self._named, now_ms, overdue)
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
         """Return the workers that Redis names, and those of the last view that may not have registered again yet. A

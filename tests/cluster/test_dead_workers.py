@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from unittest import mock
-
-import pytest
-import redis
-
 from cluster.membership import keys, scripts
 from cluster.membership.facts import group_id, pack
-from cluster.membership.reader import NamedWorkers
 from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.times import FORGET_SECONDS, REGISTER_AGAIN_SECONDS
+from cluster.protocol.times import FORGET_SECONDS
 from cluster.redis.connect import connect
 
 INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
@@ -67,45 +60,3 @@ def test_a_lease_whose_registration_was_lost_goes_too(redis_url, namespace):
         for _ in range(2):
             client.eval(scripts.READ, len(registry), *registry, 300_000)
         assert client.zrange(keys.leases(namespace), 0, -1) == [b"late"]
-
-
-def test_workers_that_redis_has_lost_may_come_again(redis_url, namespace):
-    now, registry = [100.0], keys.registry(namespace)
-    named = NamedWorkers(redis_url, namespace, lambda: now[0])
-    with connect(redis_url) as client:
-        for lost in ("emptied", "away"):
-            client.set(keys.slots(namespace), 7)
-            named.read(["w"])
-            assert not named.may_lack_some
-            if lost == "emptied":
-                client.delete(*registry)
-            else:
-                with (
-                    mock.patch.object(named, "_script", side_effect=redis.ConnectionError("away")),
-                    pytest.raises(redis.ConnectionError),
-                ):
-                    named.read(["w"])
-            assert named.read(["w"]) == [] and named.may_lack_some, lost
-            now[0] += REGISTER_AGAIN_SECONDS + 0.1
-            assert named.read(["w"]) == [] and not named.may_lack_some, lost
-    named.close()
-
-
-def test_workers_are_read_by_their_names(redis_url, namespace):
-    registry = keys.registry(namespace)
-    with connect(redis_url) as client:
-        for n in range(3):
-            info = replace(INFO, worker_id=f"w{n}", process=f"p{n}")
-            said = info.worker_id, info.name, encode(info), "{}", info.process
-            client.eval(scripts.REGISTER, len(registry), *registry, *said, "", pack(info))
-        client.eval(scripts.DRAIN, len(registry), *registry, "w1", "stay")
-        client.zadd(keys.leases(namespace), {"w2": 1, "w0": client.time()[0] * 1000 + 60_000})
-        named = NamedWorkers(redis_url, namespace)
-        found = named.read(["w2", "w9", "w1"])
-        assert [(one.worker_id, one.process, one.state, one.lease) for one in found] == [
-            ("w1", "p1", "draining", "live"),
-            ("w2", "p2", "ready", "dead"),
-        ]
-        assert named.read([]) == [] and not named.may_lack_some
-        named.close()
-        assert client.zscore(keys.leases(namespace), "w0") < client.time()[0] * 1000 + 30_000
