@@ -215,6 +215,6 @@ end
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 lower(ms)
-return {generation, false, ms, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ms - ARGV[3], 'WITHSCORES')}
+return {generation, false, ms, redis.call('ZRANGE', KEYS[2], '-inf', ms - ARGV[3], 'BYSCORE', 'WITHSCORES')}
 """
 )
