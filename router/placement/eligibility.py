@@ -206,11 +206,12 @@ class Eligibility:
         for name, role in self.unknown.items():
             barred[role].append(name)
         return _Pool(
-            *(
-                group,
-                any(kv_group_of(one) == kv_group and not self.serves(one, model) for one in self.workers),
-            ),
-            *(frozenset(good["prefill"]), frozenset(good["decode"]), barred["prefill"], barred["decode"]),
+            group,
+            any(not self.serves(one, model) and kv_group_of(one) == kv_group for one in self.workers),
+            frozenset(good["prefill"]),
+            frozenset(good["decode"]),
+            barred["prefill"],
+            barred["decode"],
         )
 
     def explain(self, request: PlacementRequest) -> dict[str, Reason]:
