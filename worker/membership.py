@@ -13,11 +13,11 @@ import redis
 
 from cluster.config.worker import WorkerConfig
 from cluster.index.reporter import ChainReporter
-from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.repeated_reads import AllWorkers
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
-from cluster.membership.types import Then
+from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.rights import RightsWatch
 from worker.ending import Ending
 from worker.identity import WorkerIdentity
@@ -48,6 +48,7 @@ class Membership:
         self._registration: Registration | None = None
         self._starting = threading.Lock()
         self._reporter: ChainReporter | None = None
+        self._others: AllWorkers | None = None  # once it drains: in a large fleet many drain at a time
         self._watches: list[RightsWatch] = []
 
     def start(self) -> None:
@@ -137,7 +138,7 @@ class Membership:
         """Whether other workers could continue this one's requests, which have these adapters (digests); False if Redis
         does not answer."""
         try:
-            workers = await asyncio.to_thread(read_workers, self.config.redis_url, self.config.namespace)
+            workers = await asyncio.to_thread(self._read_others)
         except (redis.RedisError, ValueError) as error:
             log.debug("%s: successors are unknown: %s", self.identity.worker_id, error)
             return False
@@ -147,12 +148,27 @@ class Membership:
             if worker.worker_id != self.identity.worker_id
             and (worker.role, worker.model_id) == (self.config.role, self.identity.model_id)
             and (worker.state, worker.lease) == ("ready", "live")
+            and _of_model(self.config.served_model_name, worker)
         ]
         loaded = {digest for worker in successors for _, digest in worker.adapters}
         return bool(successors) and loaded.issuperset(adapters)
+
+    def _read_others(self) -> list[WorkerInfo]:
+        """Raises redis.RedisError or ValueError."""
+        if self._others is None:
+            self._others = AllWorkers(self.config.redis_url, self.config.namespace)
+        return self._others.read()
 
     async def stop(self) -> None:
         """Deregister, so that nothing new is placed here."""
         for part in (self._registration, self._reporter, *self._watches):
             if part is not None:
                 await asyncio.to_thread(part.stop)
+        if self._others is not None:
+            self._others.close()
+
+
+def _of_model(name: str, worker: WorkerInfo) -> bool:
+    """Whether routers of several models give the worker requests of a worker that registers with `name`: two models may be
+    of one checkpoint. "" may be the first one's."""
+    return not name or worker.served_model in ("", name)

@@ -20,7 +20,15 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local holder = redis.call('GET', KEYS[1])
 local ends = tonumber(redis.call('GET', KEYS[2]) or '0')
-if holder and holder ~= ARGV[1] and now < ends then return 0 end
+if holder and holder ~= ARGV[1] and now < ends then
+  -- After a failover the clock may be behind: the lease of a holder that has ended would last for as long.
+  local most = now + tonumber(ARGV[2])
+  if ends > most then
+    redis.call('DEL', KEYS[2])
+    redis.call('SET', KEYS[2], most)
+  end
+  return 0
+end
 redis.call('DEL', KEYS[2])  -- a full Redis takes writes that need memory after one that needs none
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], now + tonumber(ARGV[2]))

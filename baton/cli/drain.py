@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import psutil
 import redis
 import typer
+from rich.text import Text
 
 from baton.cli.flags import Flags
 from baton.cli.output import console, tell
@@ -27,6 +28,7 @@ from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
 from cluster.membership.reader import read_workers
 from cluster.membership.registry import request_drain
+from cluster.membership.repeated_reads import NamedWorkers
 from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.urls import without_password
 
@@ -85,7 +87,7 @@ def _drain(drainer: Drainer, workers: list[str], wait: float, then: Then) -> Non
     drainer.mark(workers, then)
     if wait > 0:
         with console.status("draining") as status:
-            drainer.wait(workers, wait, then, lambda line: status.update(line or "draining"))
+            drainer.wait(workers, wait, then, lambda line: status.update(Text(line or "draining")))
 
 
 def _drain_self(registry: ClusterFields, wait: float, worker_id: str | None, ready_file: Path | None) -> None:
@@ -161,10 +163,16 @@ class Drainer:
             raise ConfigError("--redis-url (or BATON_REDIS_URL) names the cluster's Redis", field="redis_url")
         self._registry = registry
         self._say = say
+        self._named: NamedWorkers | None = None  # while `wait` looks
 
-    def workers(self) -> list[WorkerInfo]:
+    def workers(self, only: Collection[str] | None = None) -> list[WorkerInfo]:
+        """All, or those with these ids, for `wait`: in a large fleet the hooks of many pods wait at a time."""
         with self._redis():
-            return read_workers(self._registry.redis_url, self._registry.namespace)
+            if only is None:
+                return read_workers(self._registry.redis_url, self._registry.namespace)
+            if self._named is None:
+                self._named = NamedWorkers(self._registry.redis_url, self._registry.namespace)
+            return self._named.read(only)
 
     def on_this_host(self) -> list[str]:
         """Return the ids of workers registered under this host's name; a pod has its own host name."""
@@ -179,12 +187,20 @@ class Drainer:
 
     def wait(self, worker_ids: Sequence[str], seconds: float, then: Then, progress: Progress) -> None:
         """Wait until all have left. Raises DeadlineError if some are still draining."""
+        try:
+            self._wait(worker_ids, seconds, then, progress)
+        finally:
+            if self._named is not None:
+                self._named.close()
+                self._named = None
+
+    def _wait(self, worker_ids: Sequence[str], seconds: float, then: Then, progress: Progress) -> None:
         began = time.monotonic()
-        processes = {one.worker_id: one.process for one in self.workers() if one.worker_id in worker_ids}
+        processes = {one.worker_id: one.process for one in self.workers(worker_ids)}
         left = set(worker_ids)
         while True:
             with contextlib.suppress(UnavailableError):  # Redis may return before the deadline
-                there = {one.worker_id: one for one in self.workers()}
+                there = {one.worker_id: one for one in self.workers(left)}
                 for worker_id in sorted(left):
                     if end := self._end(there.get(worker_id), processes.get(worker_id, ""), then):
                         left.discard(worker_id)
@@ -200,6 +216,8 @@ class Drainer:
 
     def _end(self, worker: WorkerInfo | None, process: str, then: Then) -> str:
         """Return how a worker ended, empty while it is registered; marks it again if Redis was emptied meanwhile."""
+        if worker is None and self._named is not None and self._named.may_lack_some:
+            return ""
         if worker is None or worker.process != process:
             return "has left"
         if worker.lease == "dead":

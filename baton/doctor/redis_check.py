@@ -70,19 +70,21 @@ def check_server(url: str, namespace: str) -> Check:
     except (redis.RedisError, ValueError) as error:
         return _unread("Redis server", url, error)
     seeds = seeds_of(url)
-    found = f"Redis {info['redis_version']}, {info['role']}"
+    # A proxy may leave lines out, as in why_unusable
+    role, replicas = str(info.get("role", "of unknown role")), info.get("connected_slaves")
+    found = f"Redis {info.get('redis_version', 'of unknown version')}, {role}"
     if seeds is not None and seeds.kind == "cluster":
         tag = f"{{{namespace}}}"
         found += f" of slot {key_slot(tag.encode())}, which has all keys {tag}:*"
-    elif info["role"] == "master":
-        found += f" with {info['connected_slaves']} replica(s)"
+    elif role == "master" and replicas is not None:
+        found += f" with {replicas} replica(s)"
     return Check("Redis server", *_judge_server(info, seeds.kind if seeds is not None else None, found))
 
 
 def _judge_server(info: Mapping[str, Any], kind: Kind | None, found: str) -> Finding:
     if why := why_unusable(info, kind):
         return Finding("missing", found, why)
-    if kind == "sentinel" and not info["connected_slaves"]:
+    if kind == "sentinel" and info.get("connected_slaves") == 0:
         return Finding("warning", found, "the master has no replica that its Sentinels could promote")
     return Finding("ok", found)
 

@@ -140,9 +140,14 @@ class ChainReporter:
 
     def _wait(self) -> bool:
         with self._wake:
+            if (
+                self._registration.slot == 0
+            ):  # what waits cannot be sent yet: each report would end the wait below
+                self._wake.wait_for(lambda: self._stopping, RETRY_SECONDS)
+                return False
             if not (self._waiting or self._unacknowledged or self._stopping):
                 self._wake.wait(RETRY_SECONDS)
-            return self._registration.slot != 0 and (
+            return (
                 bool(self._waiting or self._unacknowledged)
                 or self._standing != self._registration.standing
                 or self._stale

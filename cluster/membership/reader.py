@@ -216,6 +216,15 @@ def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
     return decode(answer)
 
 
+def with_leases(workers: list[WorkerInfo], now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
+    """The workers with the leases of now; the same list if these are the same. The arguments are LOOK's answer."""
+    ages = {bytes(name): int(now_ms) - float(at) for name, at in zip(*[iter(overdue)] * 2, strict=True)}
+    leases = [lease_of(ages.get(one.worker_id.encode(), 0.0) / 1000) for one in workers]
+    if all(one.lease == lease for one, lease in zip(workers, leases, strict=True)):
+        return workers
+    return [replace(one, lease=lease) for one, lease in zip(workers, leases, strict=True)]
+
+
 class Members:
     """A router's view of the workers, refreshed every REFRESH_SECONDS; the last one is kept while Redis does not answer.
 
@@ -333,14 +342,10 @@ class Members:
         return bool(before) and ahead > FORGET_SECONDS / 2
 
     def _with_leases(self, now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
-        """The workers that Redis named last, with the leases of now; the same list if these are the same."""
-        ages = {bytes(name): int(now_ms) - float(at) for name, at in zip(*[iter(overdue)] * 2, strict=True)}
-        if ages and max(ages.values()) > FORGET_SECONDS * 1000:
+        """The workers that Redis named last, with the leases of now."""
+        if any(int(now_ms) - float(at) > FORGET_SECONDS * 1000 for at in overdue[1::2]):
             self._generation = ""  # a whole read deletes it
-        leases = [lease_of(ages.get(one.worker_id.encode(), 0.0) / 1000) for one in self._named]
-        if all(one.lease == lease for one, lease in zip(self._named, leases, strict=True)):
-            return self._named
-        return [replace(one, lease=lease) for one, lease in zip(self._named, leases, strict=True)]
+        return with_leases(self._named, now_ms, overdue)
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
         """Return the workers that Redis names, and those of the last view that may not have registered again yet. A

@@ -132,7 +132,9 @@ class Registration:
 
     def _run(self) -> None:
         self._renewed = self._clock()
-        while not self._stop.wait(0 if self.slot == 0 and not self.unreachable else RENEW_SECONDS):
+        pause = 0.0  # registers at once
+        while not self._stop.wait(pause):
+            pause = RENEW_SECONDS
             if not self._healthy():
                 continue
             if self._is_fenced() and not self._new_epoch():
@@ -174,6 +176,8 @@ class Registration:
             self._do_register()
         elif drain:
             self._on_drain(drain)
+        elif self._drain is not None:  # Redis was away when it was marked, or has lost the mark alone
+            self._do_drain()
 
     def _do_drain(self) -> None:
         if self._registered is not None:

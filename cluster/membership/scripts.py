@@ -133,6 +133,13 @@ local function lower(ms)
   local ahead = redis.call('ZRANGE', KEYS[2], string.format('(%.0f', ms), '+inf', 'BYSCORE', 'LIMIT', 0, 256)
   for i = 1, #ahead do redis.call('ZADD', KEYS[2], ms, ahead[i]) end
 end
+local function describe(out, id, registration, seen)
+  out[#out + 1] = id
+  out[#out + 1] = registration
+  out[#out + 1] = seen
+  out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
+  out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
+end
 local function all(forget_after)
   local now = redis.call('TIME')
   local ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -156,12 +163,13 @@ local function all(forget_after)
         redis.call('HDEL', KEYS[7], slot)
       end
     else
-      out[#out + 1] = id
-      out[#out + 1] = all[i + 1]
-      out[#out + 1] = seen
-      out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
-      out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
+      describe(out, id, all[i + 1], seen)
     end
+  end
+  -- Leases whose registrations were lost: nothing else would end them, and for one that is overdue routers read all again.
+  local old = redis.call('ZRANGE', KEYS[2], '-inf', ms - forget_after - 1, 'BYSCORE', 'LIMIT', 0, FORGOTTEN)
+  for i = 1, #old do
+    if redis.call('HEXISTS', KEYS[1], old[i]) == 0 then redis.call('ZREM', KEYS[2], old[i]) end
   end
   if forgotten > 0 then changed(tag) end
   return out
@@ -174,6 +182,24 @@ end
 # for each. Workers dead for long are deleted. The first call has no effect on a master, but a replica refuses it: a router
 # must not act on the view of a server that was demoted.
 READ = _ALL + "return all(tonumber(ARGV[1]))"
+
+# Same keys   ARGV: worker_ids
+# → READ's answer about these, without what is not registered
+NAMED = (
+    _ALL
+    + """
+local now = redis.call('TIME')
+local out = {now[1] * 1000 + math.floor(now[2] / 1000), tonumber(redis.call('GET', KEYS[4]) or '0') or 0}
+lower(out[1])
+for i = 1, #ARGV do
+  local registration = redis.call('HGET', KEYS[1], ARGV[i])
+  if registration then
+    describe(out, ARGV[i], registration, tonumber(redis.call('ZSCORE', KEYS[2], ARGV[i]) or '0'))
+  end
+end
+return out
+"""
+)
 
 # Same keys   ARGV: forget_after_ms, the generation that was read last ('': none), age_ms of an overdue lease
 # → the generation, then READ's answer if it is another one; else false, now_ms, and worker_id and last renewal of each
@@ -189,6 +215,6 @@ end
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 lower(ms)
-return {generation, false, ms, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ms - ARGV[3], 'WITHSCORES')}
+return {generation, false, ms, redis.call('ZRANGE', KEYS[2], '-inf', ms - ARGV[3], 'BYSCORE', 'WITHSCORES')}
 """
 )

@@ -28,6 +28,7 @@ MAX_UNKNOWN = 256  # of them that this router cannot read
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 _Excluded = tuple[frozenset[str], frozenset[str]]  # names; those without the request's adapter
+_Wanted = tuple[KvGroup | None, str]  # and the model's name
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -77,9 +78,9 @@ class Eligibility:
             )
             for model in self._models
         }
-        self._kept: dict[tuple[KvGroup | None, _Excluded, bool], Candidates | Heads] = {}
-        self._kept_whole: dict[tuple[KvGroup | None, _Excluded], Candidates] = {}
-        self._pools: dict[KvGroup | None, _Pool] = {}
+        self._kept: dict[tuple[_Wanted, _Excluded, bool], Candidates | Heads] = {}
+        self._kept_whole: dict[tuple[_Wanted, _Excluded], Candidates] = {}
+        self._pools: dict[_Wanted, _Pool] = {}
 
     def model_of(self, worker: WorkerInfo) -> str:
         """The name of the model that a worker serves; "" for the only one.
@@ -102,7 +103,7 @@ class Eligibility:
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
         """Why the request is not placed on the worker; None: it may be."""
-        reason = self._standing(worker, request.kv_group)
+        reason = self._standing(worker, request.kv_group, request.model)
         excluded = request.excluded
         if reason is not None or not excluded:
             return reason
@@ -112,7 +113,7 @@ class Eligibility:
         """The eligible workers of a role; where every one is excluded, those that have the request's adapter, which may be
         full only for now; where none has it, all of good standing."""
         workers = self.prefill if role == "prefill" else self.decode
-        good = [one for one in workers if self._standing(one, request.kv_group) is None]
+        good = [one for one in workers if self._standing(one, request.kv_group, request.model) is None]
         why = [self.why_not(one, request) for one in good]
         eligible = [one for one, reason in zip(good, why, strict=True) if reason is None]
         having = [one for one, reason in zip(good, why, strict=True) if reason is not Reason.ADAPTER]
@@ -120,7 +121,7 @@ class Eligibility:
 
     def candidates(self, request: PlacementRequest) -> Candidates:
         """All of them; kept like those for the script."""
-        key = request.kv_group, _excluded(request)
+        key = (request.kv_group, request.model), _excluded(request)
         known = self._kept_whole.pop(key, None) or Candidates(*self._all(request))
         _keep(self._kept_whole, key, known)
         return known
@@ -134,7 +135,7 @@ class Eligibility:
     def for_script(self, request: PlacementRequest, *, listed: bool) -> Candidates | Heads:
         """Kept for the next requests, since while a worker is suspect every request excludes it. `listed`: Redis's sets
         name no live worker, so the router names some: others for each request, or the load would stay on these."""
-        wanted = request.kv_group, _excluded(request), listed or self.listed
+        wanted = (request.kv_group, request.model), _excluded(request), listed or self.listed
         known = self._kept.pop(wanted, None)
         if known is None:
             known = (None if wanted[2] else self._heads(request)) or self._sampled(request)
@@ -144,9 +145,9 @@ class Eligibility:
 
     def _heads(self, request: PlacementRequest) -> Heads | None:
         """None: the fleet is small, or the sets do not help."""
-        pool = self.pool(request.kv_group)
+        pool = self.pool(request.kv_group, request.model)
         small = max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED
-        if small or pool.group is None or set(self._best_lease.values()) != {"live"}:
+        if small or pool.group is None or pool.shared or set(self._best_lease.values()) != {"live"}:
             return None
         excluded = self._reasons(request)
         wanted = bool(pool.prefill - excluded.keys()) or (bool(pool.prefill) and self._mode == "never")
@@ -170,7 +171,7 @@ class Eligibility:
 
     def _sampled(self, request: PlacementRequest) -> Candidates:
         """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
-        whole, pool = self.candidates(request), self.pool(request.kv_group)
+        whole, pool = self.candidates(request), self.pool(request.kv_group, request.model)
         if max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED:
             return whole
         return Candidates(_some(whole.prefill), _some(whole.decode), of_many=True)
@@ -184,20 +185,20 @@ class Eligibility:
         self._kept.clear()
         self._pools.clear()
 
-    def pool(self, kv_group: KvGroup | None) -> _Pool:
-        """The workers of a KV group by name, whatever a request excludes; kept for the next requests."""
-        known = self._pools.get(kv_group)
+    def pool(self, kv_group: KvGroup | None, model: str = "") -> _Pool:
+        """The workers of a KV group and model by name, whatever a request excludes; kept for the next requests."""
+        known = self._pools.get((kv_group, model))
         if known is None:
-            known = self._pools[kv_group] = self._pool_of(kv_group)
+            known = self._pools[kv_group, model] = self._pool_of(kv_group, model)
         return known
 
-    def _pool_of(self, kv_group: KvGroup | None) -> _Pool:
+    def _pool_of(self, kv_group: KvGroup | None, model: str) -> _Pool:
         groups = {kv_group_of(worker) for worker in (*self.prefill, *self.decode)}
         group = kv_group or (next(iter(groups)) if len(groups) == 1 else None)
         good: dict[Role, list[str]] = {"prefill": [], "decode": []}
         barred: dict[Role, list[str]] = {"prefill": [], "decode": []}
         for worker in self.workers:
-            reason = self._standing(worker, kv_group)
+            reason = self._standing(worker, kv_group, model)
             if reason is None:
                 good[worker.role].append(worker.name)
             elif reason in (Reason.SUSPECT, Reason.DEAD, Reason.LINK, Reason.DRAINING):
@@ -205,7 +206,12 @@ class Eligibility:
         for name, role in self.unknown.items():
             barred[role].append(name)
         return _Pool(
-            group, frozenset(good["prefill"]), frozenset(good["decode"]), barred["prefill"], barred["decode"]
+            group,
+            any(not self.serves(one, model) and kv_group_of(one) == kv_group for one in self.workers),
+            frozenset(good["prefill"]),
+            frozenset(good["decode"]),
+            barred["prefill"],
+            barred["decode"],
         )
 
     def explain(self, request: PlacementRequest) -> dict[str, Reason]:
@@ -231,7 +237,9 @@ class Eligibility:
     def _of_good_standing(self, role: Role) -> list[WorkerInfo]:
         return [one for one in self.workers if one.role == role and self._standing(one) is None]
 
-    def _standing(self, worker: WorkerInfo, kv_group: KvGroup | None = None) -> Reason | None:
+    def _standing(
+        self, worker: WorkerInfo, kv_group: KvGroup | None = None, model: str = ""
+    ) -> Reason | None:
         if self._mode == "always" and worker.role == "prefill":
             return Reason.ROLE
         if not _has_link(worker):
@@ -240,8 +248,8 @@ class Eligibility:
             return Reason.DRAINING
         if worker.lease != self._best_lease[self.model_of(worker), worker.role]:
             return Reason.SUSPECT if worker.lease == "suspect" else Reason.DEAD
-        if kv_group is not None and kv_group_of(worker) != kv_group:
-            return Reason.KV_GROUP
+        if kv_group is not None and (kv_group_of(worker) != kv_group or not self.serves(worker, model)):
+            return Reason.KV_GROUP  # models of one checkpoint have equal groups, and workers of their own
         return None
 
 
@@ -250,6 +258,7 @@ class _Pool:
     """The workers of a KV group by name: those of good standing, and others that may be in Redis's sets."""
 
     group: KvGroup | None  # None: there are several
+    shared: bool  # with another model of the same checkpoint: its workers are in the same sets
     prefill: frozenset[str]
     decode: frozenset[str]
     barred_prefill: list[str]

@@ -159,7 +159,7 @@ class Placement:
 
     def _check_roles(self, request: PlacementRequest) -> None:
         """Raises UnavailableError when a role that is needed has no worker."""
-        pool = self.eligibility.pool(request.kv_group)
+        pool = self.eligibility.pool(request.kv_group, request.model)
         missing = "decode" if not pool.decode else ""
         if not pool.prefill and self.mode == "never":
             missing = missing or "prefill"

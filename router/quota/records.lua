@@ -49,3 +49,7 @@ end
 for _, key in ipairs(call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, SWEPT)) do forget(key) end
 local old = call('ZRANGEBYSCORE', KEYS[4], '-inf', now, 'LIMIT', 0, SWEPT)
 if #old > 0 then call('ZREM', KEYS[4], unpack(old)) end
+-- After a failover the clock may be behind: what lies ahead would outlast all that follows, which the bound then drops.
+local last = now + APPLIED_MS
+local ahead = call('ZRANGEBYSCORE', KEYS[4], string.format('(%.0f', last), '+inf', 'LIMIT', 0, 64)
+for i = 1, #ahead do call('ZADD', KEYS[4], last - 1, ahead[i]) end

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import redis
 
+from cluster.membership import keys
+from cluster.membership.registry import Registry
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
 from tests.router.request.adapter_workers import workers
-from worker import membership
 from worker.membership import Membership
 
 X, Y, OTHER = "0" * 32, "1" * 32, "2" * 32
@@ -22,14 +24,15 @@ X, Y, OTHER = "0" * 32, "1" * 32, "2" * 32
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[WorkerInfo]:
     """The draining worker is w0."""
     found = workers((("x", X), ("y", Y)), (), (("x", X),), (("y", Y),))
-    monkeypatch.setattr(membership, "read_workers", lambda url, namespace: found)
+    monkeypatch.setattr(Membership, "_read_others", lambda self: found)
     return found
 
 
-async def has_successor(*adapters: str) -> bool:
-    config = SimpleNamespace(redis_url="", namespace="", role="prefill")
-    own: Any = SimpleNamespace(config=config, identity=SimpleNamespace(worker_id="w0", model_id="m"))
-    return await Membership.has_successor(own, adapters)
+async def has_successor(*adapters: str, served: str = "") -> bool:
+    config = SimpleNamespace(redis_url="", namespace="", role="prefill", served_model_name=served)
+    own: Any = Membership.__new__(Membership)
+    own.config, own.identity = config, SimpleNamespace(worker_id="w0", model_id="m")
+    return await own.has_successor(adapters)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,36 @@ async def test_workers_that_take_nothing_are_no_successors(
     assert await has_successor()
 
 
+async def test_workers_of_another_model_of_the_same_checkpoint_are_no_successors(
+    registered: list[WorkerInfo],
+) -> None:
+    """Routers give them none of its requests."""
+    registered[:] = [replace(one, served_model="b") for one in registered]
+    assert await has_successor(served="b") and not await has_successor(served="a")
+    registered[1] = replace(registered[1], served_model="")  # the first model's, which may be "a"
+    assert await has_successor(served="a") and await has_successor()
+
+
 async def test_without_redis_none_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(url: str, namespace: str) -> list[WorkerInfo]:
+    def gone(self: Membership) -> list[WorkerInfo]:
         raise redis.ConnectionError("away")
 
-    monkeypatch.setattr(membership, "read_workers", gone)
+    monkeypatch.setattr(Membership, "_read_others", gone)
     assert not await has_successor()
+
+
+async def test_each_look_reads_what_has_changed(redis_url: str, namespace: str) -> None:
+    """A hundred workers that drained at a time took all of Redis by reading all of a large registry twice a second."""
+    own: Any = Membership.__new__(Membership)
+    config = {"redis_url": redis_url, "namespace": namespace, "role": "prefill", "served_model_name": ""}
+    own.config, own._others = SimpleNamespace(**config), None
+    own.identity = SimpleNamespace(worker_id="w0", model_id="m")
+    registry = Registry(redis_url, namespace)
+    info = replace(workers(())[0], worker_id="w1", role="prefill", model_id="m")
+    registry.register(info, WorkerStatus(), None)
+    assert await own.has_successor()
+    with redis.Redis.from_url(redis_url) as client:
+        client.hdel(keys.members(namespace), "w1")  # without a new generation
+    assert await own.has_successor()
+    own._others.close()
+    registry.close()

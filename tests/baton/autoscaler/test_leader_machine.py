@@ -138,3 +138,18 @@ def test_a_lease_that_is_not_renewed_ends_by_rediss_clock(redis_url):
     second.close()
     assert first.hold(), "given up"
     first.close()
+
+
+def test_a_lease_in_the_future_ends_a_lease_from_now_on(redis_url):
+    """After a failover to a Redis whose clock is behind; its holder has ended meanwhile."""
+    namespace = f"test-{secrets.token_hex(4)}"
+    ended, other = (Leadership(redis_url, namespace, 0.2) for _ in range(2))
+    assert ended.hold()
+    with redis.Redis.from_url(redis_url) as client:
+        until = f"{{{namespace}}}:autoscaler-until"
+        seconds, micros = client.time()
+        client.set(until, seconds * 1000 + micros // 1000 + 3_600_000)
+        assert not other.hold()
+    wait_for(other.hold, 30.0, "the lease has ended")
+    for leader in (ended, other):
+        leader.close()

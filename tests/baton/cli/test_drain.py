@@ -6,19 +6,24 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from typer.testing import CliRunner, Result
 
+from baton.cli import drain as cli
 from baton.cli.drain import Drainer, Process
 from baton.cli.main import app
 from cluster.config.shared import ClusterFields
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
+from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from tests.harness.waiting import wait_for
 
 UNREACHABLE = "redis://127.0.0.1:1"
 GOES = "import threading; print('up', flush=True); threading.Event().wait()"
@@ -103,10 +108,12 @@ class Registry(Drainer):
     def __init__(self, *seen: list[WorkerInfo]):
         self.said: list[str] = []
         self.marked: list[tuple[str, str]] = []
+        self.read: list[Any] = []  # which workers, at each look
         self._seen = list(seen)
         super().__init__(ClusterFields(redis_url="redis://x"), self.said.append)
 
-    def workers(self) -> list[WorkerInfo]:
+    def workers(self, only: Any = None) -> list[WorkerInfo]:
+        self.read.append(only if only is None else list(only))
         return self._seen.pop(0) if len(self._seen) > 1 else self._seen[0]
 
     def mark(self, worker_ids: Any, then: Any) -> None:
@@ -126,6 +133,7 @@ def test_a_worker_that_has_gone_ends_the_wait(after: list[WorkerInfo], said: str
     registry.wait(["decode-0"], 20.0, "exit", lambda _: None)
     assert [line.partition(" after")[0] for line in registry.said] == [said]
     assert not registry.marked
+    assert all(one == ["decode-0"] for one in registry.read), "hooks of many pods look ten times a second"
 
 
 def test_a_worker_whose_mark_redis_has_lost_is_marked_again() -> None:
@@ -152,3 +160,35 @@ def test_a_pod_that_ends_keeps_ray_from_starting_its_worker_again(monkeypatch: p
     assert registry.marked == [("decode-0", "stay")]
     assert drain("decode-0", "--redis-url", "redis://x").exit_code == 0
     assert registry.marked[1:] == [("decode-0", "exit")]
+
+
+def test_a_worker_may_have_any_name() -> None:
+    """A spinner takes a text for rich's markup, whatever its console does: this name would be an end without a begin."""
+    registry = Registry([worker(worker_id="decode[/0]")], [worker(worker_id="decode[/0]")], [])
+    cli._drain(registry, ["decode[/0]"], 20.0, "exit")
+    assert registry.said[0].startswith("decode[/0] has left")
+
+
+def test_a_worker_that_redis_has_lost_has_not_left(redis_url: str, namespace: str) -> None:
+    """Redis was restarted, empty, and the worker has not registered again: who waits would end its machine."""
+    healthy, said = [True], list[str]()
+    registration = Registration(
+        redis_url, namespace, worker(process="", state="ready"), healthy=lambda: healthy[0]
+    )
+    registration.start()
+    wait_for(lambda: registration.slot, 60.0, "it is registered")
+    drainer = Drainer(ClusterFields(redis_url=redis_url, namespace=namespace), said.append)
+    drainer.mark(["decode-0"], "exit")
+    waiting = threading.Thread(target=lambda: drainer.wait(["decode-0"], 60.0, "exit", lambda _: None))
+    waiting.start()
+    wait_for(lambda: drainer._named is not None and drainer._named._slots, 60.0, "it looks")
+    healthy[0] = False
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete(*client.keys(f"{{{namespace}}}:*"))
+    time.sleep(0.5)
+    healthy[0] = True
+    wait_for(lambda: "decode-0 will drain" in said[1:], 60.0, "it is marked again")
+    assert waiting.is_alive()
+    registration.stop()
+    waiting.join(60.0)
+    assert said[-1].startswith("decode-0 has left")

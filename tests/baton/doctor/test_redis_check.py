@@ -81,6 +81,27 @@ def test_its_version_role_and_kind(scheme, facts, grade, says):
     assert ("slot 9937, which has all keys {ns}:*" in check.found) == (scheme == "redis+cluster")
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redis+sentinel"])
+def test_one_that_leaves_lines_out(scheme):
+    """Behind a proxy, as routers and workers accept it."""
+    fake = FakeRedis(
+        lambda command: (
+            bulk("# Server\r\n")
+            if command[0].upper() == "INFO"
+            else names_master(fake.port)
+            if command[0].upper() == "SENTINEL"
+            else b"+OK\r\n"
+        )
+    )
+    try:
+        check = check_server(
+            f"{scheme}://{fake.address}{'/m' if 'sentinel' in scheme else ''}?protocol=2", "ns"
+        )
+    finally:
+        fake.close()
+    assert check.grade == "ok" and "unknown version" in check.found
+
+
 def test_a_master_is_ok_and_a_silent_one_is_missing(server):
     check = check_server(server.url, "ns")
     assert check.grade == "ok" and "master with 0 replica(s)" in check.found

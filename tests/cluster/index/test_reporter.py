@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,3 +202,24 @@ def test_an_index_that_keeps_losing_the_slot_is_not_given_one_each_time(make: An
         worker._client.delete(*slot_keys.all_keys(worker.namespace))
         worker.reporter._claim._kept -= 10  # a renewal is due
     assert worker.registration.standing[1] == 2, "the first loss is made good at once"
+
+
+def test_reports_of_a_worker_without_a_slot_wait_at_rest(make: Any) -> None:
+    """One that was fenced while Redis is away has none, and reports of before: asked without a pause, they took a core."""
+    worker = make()
+    asked: list[None] = []
+    wait = worker.reporter._wait
+
+    def counted() -> bool:
+        asked.append(None)
+        return wait()
+
+    worker.reporter._wait = counted  # type: ignore[method-assign]
+    worker.reporter.report(*chain(0))
+    worker.reporter.start()
+    wait_for(lambda: len(asked) > 2, SECONDS, "it looks for a slot")
+    before, began = len(asked), time.monotonic()
+    time.sleep(0.2)
+    assert len(asked) - before <= 2 + (time.monotonic() - began) / module.RETRY_SECONDS
+    worker.registration.start()
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "it has a slot now")

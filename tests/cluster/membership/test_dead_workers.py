@@ -48,3 +48,15 @@ def test_a_lease_in_the_future_runs_out_from_now_on(redis_url, namespace):
             seconds, micros = client.time()
             assert client.zscore(keys.leases(namespace), "w") <= seconds * 1000 + micros // 1000
             assert client.zscore(keys.leases(namespace), "past") == 5
+
+
+def test_a_lease_whose_registration_was_lost_goes_too(redis_url, namespace):
+    """By an eviction policy that takes any key. Each look of a router would find it overdue, and read all workers."""
+    registry = keys.registry(namespace)
+    with connect(redis_url) as client:
+        now = client.time()[0] * 1000
+        client.zadd(keys.leases(namespace), {"lost": 1, "late": now - 10_000, "here": 1})
+        client.hset(keys.members(namespace), "here", encode(INFO))
+        for _ in range(2):
+            client.eval(scripts.READ, len(registry), *registry, 300_000)
+        assert client.zrange(keys.leases(namespace), 0, -1) == [b"late"]

@@ -98,3 +98,31 @@ def test_a_redis_that_was_emptied_gets_the_drain_mark_again(
     client.close()
     wait_for(lambda: read_workers(redis_url, namespace), 60, "it is registered")
     assert state(redis_url, namespace) == "draining"
+
+
+def test_a_redis_that_lost_the_mark_alone_gets_it_again(
+    register: Register, redis_url: str, namespace: str
+) -> None:
+    """A replica was promoted that had not received it: without it the worker, which refuses all, has the least load."""
+    registration, drains = register()
+    registration.set_draining("stay")
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete(f"{{{namespace}}}:drains")
+    wait_for(lambda: state(redis_url, namespace) == "draining", 60, "it is marked again")
+    wait_for(lambda: drains, 60, "the worker reads its own mark")
+    assert drains[0] == "stay" and registration.standing[1] == 1, "its prefixes are still where they were"
+
+
+def test_a_worker_that_could_not_be_marked_is_marked_when_redis_is_back(
+    register: Register, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registration, _ = register()
+
+    def away(*_: object) -> int:
+        raise redis.ConnectionError("Redis is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(registration._registry, "drain", away)
+        registration.set_draining("exit")
+        assert state(redis_url, namespace) == "ready"
+    wait_for(lambda: state(redis_url, namespace) == "draining", 60, "it is marked")

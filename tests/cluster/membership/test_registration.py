@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -222,3 +223,22 @@ def test_adapters_that_redis_did_not_take_are_registered_again(monkeypatch):
     assert not registration.set_adapters(adapters)
     monkeypatch.setattr(registry, "register", lambda *given: 3)
     assert registration.set_adapters(adapters)
+
+
+def test_a_worker_that_is_not_well_from_the_start_asks_once_a_renewal(redis_url, namespace, monkeypatch):
+    """Its registration took a core until its engine responded, which then had less of it."""
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.02)
+    asked: list[float] = []
+
+    def healthy() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) > 10
+
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info, healthy=healthy)
+    registration.start()
+    try:
+        wait_for(lambda: registration.slot, 60.0, "registered")
+    finally:
+        registration.stop()
+    assert asked[9] - asked[0] >= 8 * 0.02

@@ -36,11 +36,12 @@ REGISTRY = (scripts.REGISTER, scripts.RENEW, scripts.LEAVE, scripts.DRAIN, scrip
 EXCHANGE = resources.files("router.observe.live").joinpath("exchange.lua").read_text()
 QUOTAS = (script_source("charge.lua"), script_source("settle.lua"))
 USED = [
-    (of_worker, (*REGISTRY, report(), known_adapters.RESTORE)),
+    (of_worker, (*REGISTRY, scripts.LOOK, scripts.NAMED, report(), known_adapters.RESTORE)),
     (
         of_router,
         (
-            *(scripts.READ, scripts.LOOK, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS),
+            *(scripts.READ, scripts.LOOK, scripts.NAMED, scripts.DRAIN),
+            *(place_source(), settle_source(), EXCHANGE, *QUOTAS),
             *(known_adapters.ADD, known_adapters.REMOVE, known_adapters.RESTORE),
         ),
     ),

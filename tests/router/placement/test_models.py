@@ -17,7 +17,8 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
 from router.admission.admission import FREE_BYTES, Admission
 from router.placement.calibration import Calibrations
-from router.placement.eligibility import Eligibility
+from router.placement.candidates import Candidates, Heads
+from router.placement.eligibility import MAX_LISTED, Eligibility
 from router.placement.types import Mode, PlacementRequest
 from wire import common_pb2
 
@@ -46,8 +47,36 @@ def test_a_request_goes_to_workers_of_its_model() -> None:
     """The first model has the workers that name none."""
     view = eligibility(A, B, worker("decode", 2, "cc", "unknown"))
     assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb"})
-    request = PlacementRequest(b"t", b"", 16, 1, {}, view.kv_groups("second").choose(None, random.Random()))
+    group = view.kv_groups("second").choose(None, random.Random())
+    request = PlacementRequest(b"t", b"", 16, 1, {}, group, model="second")
     assert [one.worker_id for one in view.usable("decode", request)] == ["decode-1"]
+
+
+def test_models_of_one_checkpoint_have_their_own_workers() -> None:
+    """Their KV groups are equal: requests went to the workers of both, and the limits and sizes of each were another's."""
+    other = worker("decode", 2, "aa", "second")
+    view = eligibility(A, other, worker("prefill", 3, "aa"), worker("prefill", 4, "aa", "second"))
+    for name, own in (("first", ["decode-0", "prefill-3"]), ("second", ["decode-2", "prefill-4"])):
+        group = view.kv_groups(name).choose(None, random.Random())
+        request = PlacementRequest(b"t", b"", 16, 1, {}, group, model=name)
+        found = view.for_script(request, listed=False)
+        assert isinstance(found, Candidates)
+        assert [one.worker_id for one in (*found.decode, *found.prefill)] == own
+        assert [one.worker_id for one in view.workers if view.why_not(one, request) is None] == own
+        assert view.pool(group, name).decode == {found.decode[0].name}
+
+
+def test_a_large_fleet_of_two_models_of_one_checkpoint_is_named_one_by_one() -> None:
+    """The sets in Redis are of both."""
+    both = [worker("decode", i, "aa", "second" if i % 2 else "") for i in range(4 * MAX_LISTED)]
+    for workers, kind in ((both, Candidates), (both[::2], Heads)):
+        view = eligibility(*workers)
+        group = view.kv_groups("first").choose(None, random.Random())
+        request = PlacementRequest(b"t", b"", 16, 1, {}, group, model="first")
+        found = view.for_script(request, listed=False)
+        assert isinstance(found, kind)
+        if isinstance(found, Candidates):
+            assert {one.served_model for one in found.decode} == {""} and found.of_many
 
 
 def test_a_roll_of_one_model_leaves_the_others() -> None:

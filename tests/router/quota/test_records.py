@@ -135,6 +135,16 @@ def test_applied_calls_are_kept_up_to_a_bound(scripts):
     assert scripts.client.zcard(scripts.applied) == 5
 
 
+def test_applied_calls_of_a_clock_that_was_ahead_outlast_no_later_ones(scripts):
+    """After a failover to a server whose clock is behind, the bound dropped what came then: a repetition counted again."""
+    hour_ahead = (scripts.client.time()[0] + 3600) * 1000
+    scripts.client.zadd(scripts.applied, {f"charge:{number}": hour_ahead for number in range(5)})
+    few = script_source("charge.lua").replace("MAX_APPLIED = 120000, 50000", "MAX_APPLIED = 120000, 5")
+    for _ in range(3):
+        scripts.charge("a", tokens=BIG, source=few)
+    assert scripts.used == (1, 10)
+
+
 def test_routers_repeat_for_less_time_than_redis_remembers(scripts):
     scripts.charge("a")
     remembered = scripts.client.zscore(scripts.applied, "charge:a") / 1000 - scripts.client.time()[0]
