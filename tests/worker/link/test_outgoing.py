@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.link.framing import MAX_FRAME_BYTES
+from cluster.link.framing import MAX_FRAME_BYTES, to_frame
 from cluster.protocol.link import WINDOW_TOKENS
 from tests.worker.link.hand_links import HandLink, HandWorker, done, rows
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
-from worker.link.outgoing import MAX_ROWS
+from worker.link.outgoing import MAX_ROWS, Outgoing
 
 
 @pytest.fixture
@@ -234,3 +234,17 @@ async def test_one_large_token_of_a_handle_is_under_way_at_a_time(worker):
     while len(last) < 24:
         last += [(one.token.choice, one.token.position) for one in link.read_one().extras if not one.more]
     assert sorted(last) == [(choice, position) for choice in range(8) for position in range(3)]
+
+
+def test_ends_of_cancelled_attempts_stay_within_a_frame():
+    """They may have long reasons. Where the frame has no room for one, its cancel is answered without it."""
+    outgoing = Outgoing()
+    error = common_pb2.ErrorDetail(code="InternalError", message="x" * (MAX_FRAME_BYTES // 8))
+    for number in range(20):
+        outgoing.cancelled(number, common_pb2.AttemptEnd(error=error))
+    answered: dict[int, bool] = {}  # with the end
+    while not outgoing.empty:
+        frame, _ = outgoing.next_frame()
+        assert len(to_frame(frame)) <= MAX_FRAME_BYTES
+        answered |= {one.handle: True for one in frame.ends} | dict.fromkeys(frame.cancelled, False)
+    assert list(answered) == list(range(20)) and set(answered.values()) == {True, False}
