@@ -102,8 +102,24 @@ class _Filler:
             self._waiting.push(sequence.request.tenant, (sequence, future))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        self._thread.submit(self._fill_next, masks)
+        try:
+            self._thread.submit(self._fill_next, masks)
+        except RuntimeError:
+            with self._lock:
+                self._fail_waiting()
         return future
+
+    def _fail_waiting(self) -> None:
+        """The system has no further thread, so none of these would be filled. That must not end the engine."""
+        while self._waiting:
+            _, future = self._waiting.pop()
+            future.set_exception(
+                EngineBusyError(
+                    "grammar: this worker can start no thread now, which finds the tokens that it allows",
+                    field="grammar",
+                    retry_after_seconds=RETRY_SECONDS,
+                )
+            )
 
     def _fill_next(self, masks: GrammarMasks) -> None:
         with self._lock:
@@ -140,8 +156,11 @@ class _Filler:
             if self._thread is not None:
                 self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
-            for _ in range(len(self._waiting)):
-                self._thread.submit(self._fill_next, masks)
+            try:
+                for _ in range(len(self._waiting)):
+                    self._thread.submit(self._fill_next, masks)
+            except RuntimeError:
+                self._fail_waiting()
 
 
 def _without_frames(error: EngineRequestError) -> EngineRequestError:

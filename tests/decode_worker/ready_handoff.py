@@ -16,8 +16,8 @@ PROMPT = [5, 6, 7, 8, 9]
 SALT = bytes(16)
 
 
-async def ready_to_commit(world: DecodeWorld, *, grammar: str = "") -> Stream:
-    """Everything is here but Finish."""
+async def ready_to_commit(world: DecodeWorld, *, grammar: str = "", held: int = 0) -> Stream:
+    """Everything is here but Finish. `held`: tokens that the worker has cached, which are not shipped."""
     stream = world.connect("p", 1, 1)
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     packed = pack_tokens(PROMPT)
@@ -36,7 +36,7 @@ async def ready_to_commit(world: DecodeWorld, *, grammar: str = "") -> Stream:
     for grant in world.rank.expected:
         landed = m.PartLanded(
             0, grant.slot, grant.generation, TRANSFER, 0, grant.part, (grant.part, grant.part + 1),
-            (0, len(PROMPT)), 64, "",
+            (held, len(PROMPT)), 64, "",
         )  # fmt: skip
         world.rank.on_event(m.PartsLanded((landed,)))
     await until(lambda: world.receiver.stats.counts["parts"] == LAYERS, "verified")

@@ -152,6 +152,20 @@ async def test_blocks_that_come_for_an_attempt_that_has_ended_are_given_back():
     await close(world)
 
 
+async def test_blocks_that_come_for_a_stream_that_has_ended_are_given_back():
+    """The end of the stream ended its hand-offs, and this one was not among them yet."""
+    world = DecodeWorld()
+    stream = world.connect("p", 1, 1)
+    turns = [lambda: None] * 5  # of the loop, while the engine is in a step
+    world.core.before_next_call += [lambda: stream.queue.put_nowait(None), *turns]
+    reserve = asyncio.create_task(refused(stream))
+    await until(lambda: not stream.open and world.receiver.stats.counts["refused"] == 1, "refused", 10.0)
+    reserve.cancel()
+    assert world.receiver.live == 0 and world.receiver.stats.counts["reserved"] == 1
+    assert world.core.engine.stats().blocks_held == 0
+    await close(world)
+
+
 @pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
 async def test_a_reserve_whose_length_differs_from_its_tokens_is_refused(count):
     world = DecodeWorld()

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
+from engine.request import EngineRequest
 from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
 from tests.decode_worker.local_prompts import PROMPT, Local
-from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
+from tests.decode_worker.ready_handoff import PROMPT as HANDED_OVER
+from tests.decode_worker.ready_handoff import SALT, TRANSFER, close, finish, ready_to_commit
+from tests.engine.fake_model import PAGE, continuation, greedy
 from tests.harness.waiting import until
 from wire import common_pb2
 
@@ -105,3 +108,49 @@ async def test_a_cancelled_local_prefill_reports_its_prompt():
     assert [report.computed_prompt_tokens + report.cached_tokens for report in reports] == [PROMPT] * 2
     assert all(report.prompt_compute_seconds > 0 for report in reports)
     local.check_nothing_is_left()
+
+
+async def test_a_commit_in_progress_is_returned_once_it_is_carried_out():
+    """It does not end by itself within the time that a drain has: its router would wait for the end of the process."""
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    # The drain comes to this attempt a few turns of the loop later: the commit is still under way
+    world.core.before_next_call += [lambda: drains(world), *[lambda: None] * 3]
+    finish(stream)
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    (number,) = world.router.ends
+    end, tokens = world.sent(number)
+    assert (end.outcome, end.error.code) == (common_pb2.ATTEMPT_OUTCOME_PREEMPTED, "DrainingError")
+    assert tokens == continuation(HANDED_OVER, 1), "what is computed so far comes first"
+    assert world.core.engine.stats().blocks_held == 0
+    await close(world)
+
+
+async def test_an_abort_of_the_router_does_not_hide_why_the_worker_gave_up():
+    """It comes while blocks that a step has taken back are not free yet."""
+    world = DecodeWorld()
+    await ready_to_commit(world)
+    world.core.before_next_call += [lambda: world.start(world.role.abort(TRANSFER))]
+    world.evict()
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    (end,) = world.router.ends.values()
+    assert end.error.code == "BlocksExhaustedError"
+    await close(world)
+
+
+async def test_the_prompt_of_a_hand_off_is_no_work_of_the_decode_worker():
+    """What it finds in its own cache is not shipped: the prefill worker reports what of the prompt was cached."""
+    world = DecodeWorld()
+    world.core.engine.add(EngineRequest("before", HANDED_OVER, greedy(1), salt=SALT))
+    world.step()
+    stream = await ready_to_commit(world, held=PAGE)
+    finish(stream)
+    await until(lambda: world.core.engine.stats().running == 1, "it has committed", 10.0)
+    while world.step() is not None:
+        await asyncio.sleep(0)
+    await until(lambda: bool(world.router.ends), "its end came", 10.0)
+    ((end, tokens),) = [world.sent(number) for number in world.router.ends]
+    assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE and tokens == continuation(HANDED_OVER, 4)
+    report = end.report
+    assert (report.not_shipped_tokens, report.cached_tokens, report.computed_prompt_tokens) == (PAGE, 0, 0)
+    await close(world)

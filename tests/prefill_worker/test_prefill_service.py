@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from cluster.config.router import RouterConfig
-from cluster.errors import AdapterMissingError, StaleEpochError, WireVersionError
+from cluster.errors import AdapterMissingError, DrainingError, StaleEpochError, WireVersionError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.pooling import Embedding, Pooling
 from cluster.protocol.wire_version import WIRE_VERSION
@@ -162,6 +162,17 @@ async def test_an_attempt_that_may_go_on_is_handed_over():
         await world.steps()
         await until(lambda: bool(world.link.of("slot_request")), "slots are asked for")
         assert world.sender.live == 1
+
+
+async def test_a_worker_that_has_failed_is_not_refused_by_the_decode_worker():
+    """The router would leave out the decode worker, and come back here."""
+    async with serving() as (world, stub):
+        await stub.Run(run())
+        await until(lambda: world.engine.has_work, "the engine has it")
+        world.role.failed(DrainingError("p has failed and ends"))
+        await until(lambda: bool(world.router.ends), "its end came")
+        (end,) = world.router.ends.values()
+        assert (end.outcome, end.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, "DrainingError")
 
 
 @pytest.mark.parametrize("ends", [{1}, {0, 1}], ids=["one", "all"])

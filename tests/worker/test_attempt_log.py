@@ -142,3 +142,14 @@ def test_tokens_of_a_log_that_is_due_are_not_reported_again():
     assert len(changes) == 1
     log.end(done())
     assert len(changes) == 2
+
+
+def test_a_token_that_the_router_has_from_elsewhere_is_not_sent():
+    """The prefill worker sends the first one too, and the router's credit may come before it leaves here."""
+    log = log_of()
+    log.add(0, FIRST, 7)
+    assert log.credit(0, FIRST + 1 + WINDOW_TOKENS)
+    assert log.all_sent and not log.may_send
+    log.add(0, FIRST + 1, 8)
+    (choice,) = log.choices
+    assert (choice.sent, choice.tokens[choice.sent - choice.first]) == (FIRST + 1, 8)

@@ -286,3 +286,17 @@ def test_of_a_released_reservation_only_verified_blocks_are_found() -> None:
         prompt = hash_blocks(pack_tokens(again.prompt_tokens), PAGE, secret=b"s", salt=again.salt)
         assert engine.reserve(again, prompt, 0).held_tokens == found * PAGE
         engine.abort("again")
+
+
+def test_verified_blocks_of_an_evicted_reservation_are_found() -> None:
+    """The next attempt ships only what is missing, once the growth that took the blocks has ended."""
+    engine = engine_of(10)
+    engine.add(request("growing", 3, 2 * PAGE, 40, NORMAL))
+    engine.step()
+    reserve(engine, "over", 5, 7, BATCH)
+    assert until_evicted(engine) == ["over"]
+    assert engine.abort("over", 3 * PAGE)
+    engine.abort("growing")
+    again = request("again", 5, 7 * PAGE, 1, BATCH)
+    prompt = hash_blocks(pack_tokens(again.prompt_tokens), PAGE, secret=b"s", salt=again.salt)
+    assert engine.reserve(again, prompt, 0).held_tokens == 3 * PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,3 +64,14 @@ def test_a_worker_keeps_its_agents_under_a_new_epoch(peers, endpoint):
     peers.connect(connect("d at a", b"real"))
     peers.connect(connect("d at a", b"more memory", epoch=3))
     assert endpoint.calls == [(AGENT, b"real"), (AGENT, b"more memory")]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_connection_over_which_a_write_is_pending_is_not_replaced(endpoint, writes):
+    """The write would be an error at once, and its bytes could land after Drained was sent."""
+    endpoints: Any = {"nixl": endpoint}
+    peers = RankPeers(endpoints, lambda peer: writes)
+    peers.connect(connect("d at a", b"real"))
+    peers.connect(replace(connect("d at a", b"real"), reconnect=True))
+    again = [(AGENT, b"real")] if writes else [(AGENT, b"forgotten"), (AGENT, b"real")]
+    assert endpoint.calls == [(AGENT, b"real"), *again]

@@ -19,7 +19,7 @@ PAGE, TOKEN_BYTES = 4, 32
 def prompts(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
     """(layers, tokens, held by D, borders of the chunks): the first chunk begins behind P's own prefix cache."""
     layers, tokens = draw(st.integers(1, 4)), draw(st.integers(1, 60))
-    held = PAGE * draw(st.integers(0, (tokens - 1) // PAGE))
+    held = PAGE * draw(st.integers(0, tokens // PAGE))  # perhaps all of them
     cached = PAGE * draw(st.integers(0, (tokens - 1) // PAGE))
     inner = draw(st.lists(st.integers(cached, tokens), max_size=3))
     return layers, tokens, held, sorted({cached, *inner, tokens})

@@ -189,3 +189,18 @@ async def test_an_older_link_answers_a_cancel_without_the_end(worker, moves_firs
     answers = older.read()
     assert [number for frame in answers for number in frame.cancelled] == [1]
     assert not [one for frame in answers for one in frame.ends]
+
+
+async def test_an_end_that_an_earlier_link_sent_is_the_answer_on_the_next_one(worker):
+    """It may have been lost with that link."""
+    log = worker.open(1)
+    earlier = up(worker, 1)
+    log.end(done())
+    earlier.read()
+    earlier.session.closed()
+    link = HandLink(worker, 2)
+    link.attach([1])
+    link.send(cancel=[1])  # before a frame leaves
+    await until(lambda: not worker.handles, "it is forgotten")
+    answers = link.read()
+    assert [one.handle for frame in answers for one in frame.ends] == [1]

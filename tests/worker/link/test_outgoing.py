@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.link.framing import MAX_FRAME_BYTES
+from cluster.link.framing import MAX_FRAME_BYTES, to_frame
 from cluster.protocol.link import WINDOW_TOKENS
 from tests.worker.link.hand_links import HandLink, HandWorker, done, rows, up
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
-from worker.link.outgoing import MAX_ROWS
+from worker.link.outgoing import MAX_ROWS, Outgoing
 
 
 @pytest.fixture
@@ -259,3 +259,17 @@ async def test_ends_that_do_not_fit_leave_with_the_next_frame(worker):
     frames = link.read()
     assert len(frames) > 1
     assert sorted(end.handle for frame in frames for end in frame.ends) == numbers
+
+
+def test_ends_of_cancelled_attempts_stay_within_a_frame():
+    """They may have long reasons. Where the frame has no room for one, its cancel is answered without it."""
+    outgoing = Outgoing()
+    error = common_pb2.ErrorDetail(code="InternalError", message="x" * (MAX_FRAME_BYTES // 8))
+    for number in range(20):
+        outgoing.cancelled(number, common_pb2.AttemptEnd(error=error))
+    answered: dict[int, bool] = {}  # with the end
+    while not outgoing.empty:
+        frame, _ = outgoing.next_frame()
+        assert len(to_frame(frame)) <= MAX_FRAME_BYTES
+        answered |= {one.handle: True for one in frame.ends} | dict.fromkeys(frame.cancelled, False)
+    assert list(answered) == list(range(20)) and set(answered.values()) == {True, False}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import EngineBusyError
 from cluster.grammar.spec import GrammarSpec
 from engine import grammar_masks
 from engine.engine import Engine
@@ -22,6 +23,7 @@ from engine.request import TokenOutput
 from engine.scheduler.decision import StepDecision
 from tests.engine.sampling.grammar.grammars import (
     GRAMMAR_CONTEXT,
+    Answers,
     RandomRunner,
     grammar_engine,
     grammar_request,
@@ -309,3 +311,32 @@ def test_a_grammar_is_slow_for_fifty_times_what_a_mask_above_20_ms_took(model, m
     for later, is_slow in ((slow_for - 0.01, slow_for > 0), (slow_for + 0.01, False)):
         now[0] = 100.0 + later
         assert (masks._filler_of(sequence) is masks._slow) is is_slow, later
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_thread_that_cannot_be_started_ends_its_requests_only(model, monkeypatch, given_up):
+    """It ended the engine, and all other requests with it."""
+    engine, started, gate = grammar_engine(model), threading.Thread.start, threading.Event()
+    refuses = not given_up
+
+    def start(thread):
+        if refuses and thread.name.startswith("grammar-masks"):
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(grammar_masks, "WALL_SECONDS", 0.2)
+    first = watched_request(engine, "first", FOUR_DIGITS, lambda: gate.wait(30))
+    answers = Answers()
+    for request in (first, watched_request(engine, "second", FOUR_DIGITS, lambda: None)):
+        engine.add(request)
+        answers.done |= {done.request_id: done for done in engine.step().done}
+    refuses = True
+    serve(engine, grammar_request("free", None, max_tokens=8), answers=answers)
+    gate.set()
+    assert len(answers.tokens["free", 0]) == 8
+    for name in ("first", "second"):
+        error = answers.error(name)
+        assert isinstance(error, EngineBusyError) and error.retry_after_seconds > 0
+    refuses = False
+    assert serve(engine, grammar_request("later", FOUR_DIGITS)).error("later") is None
