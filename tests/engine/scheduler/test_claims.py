@@ -10,39 +10,39 @@ import pytest
 from cluster.errors import BlocksExhaustedError
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import PAGE, Parts, request
-from tests.engine.scheduler.flow import TOKENS, Flow
+from tests.engine.scheduler.offered_hand_offs import TOKENS, OfferedHandOffs
 from tests.harness.calls import count_calls
 
 
 def test_a_local_prompt_runs_beside_hand_offs_that_take_every_block() -> None:
-    flow = Flow()
-    flow.step()
-    flow.parts.scheduler.add(request("local", [5] * 8 * PAGE, 100))
-    assert flow.steps_until(["local"]) <= 2 * TOKENS
+    offers = OfferedHandOffs()
+    offers.step()
+    offers.parts.scheduler.add(request("local", [5] * 8 * PAGE, 100))
+    assert offers.steps_until(["local"]) <= 2 * TOKENS
 
 
 def test_preempted_streams_run_beside_hand_offs_that_take_every_block() -> None:
     """More of them than the cache holds at a time: the oldest is not passed by hand-offs, nor is any other."""
-    flow = Flow()
+    offers = OfferedHandOffs()
     names = [f"stream {number}" for number in range(12)]
     for name in names:
-        flow.parts.scheduler.add(request(name, [5] * 2 * PAGE, 100))
-    flow.got += flow.parts.step()
+        offers.parts.scheduler.add(request(name, [5] * 2 * PAGE, 100))
+    offers.got += offers.parts.step()
     for name in names:
-        flow.preempt(name)
-    assert flow.steps_until(names) <= 8 * TOKENS
+        offers.preempt(name)
+    assert offers.steps_until(names) <= 8 * TOKENS
 
 
-def blocked(tenant: str, held: int, **more: Any) -> Flow:
+def blocked(tenant: str, held: int, **more: Any) -> OfferedHandOffs:
     """A prompt of `tenant` waits for blocks: 34 of 40 are held, so many by this tenant and the others by "c"."""
-    flow = Flow()
+    offers = OfferedHandOffs()
     if held:
-        flow.parts.hand_off("holds", blocks=held, tenant=tenant)
-    flow.parts.hand_off("holds too", blocks=34 - held, tenant="c")
-    flow.parts.scheduler.add(request("waits", [5] * 10 * PAGE, 100, tenant=tenant, **more))
-    flow.parts.step()
-    assert flow.parts.choices("waits")[0].state is S.WAITING
-    return flow
+        offers.parts.hand_off("holds", blocks=held, tenant=tenant)
+    offers.parts.hand_off("holds too", blocks=34 - held, tenant="c")
+    offers.parts.scheduler.add(request("waits", [5] * 10 * PAGE, 100, tenant=tenant, **more))
+    offers.parts.step()
+    assert offers.parts.choices("waits")[0].state is S.WAITING
+    return offers
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_a_hand_off_of_another_tenant_passes_while_that_one_holds_less(
     held: int, weight: float, hand_offs: int
 ) -> None:
     """Else a tenant with a backlog of its own would keep all others out."""
-    flow = blocked("a", held)
-    assert [flow.offer("b", weight=weight) for _ in range(4)] == [True] * hand_offs + [False] * (
+    offers = blocked("a", held)
+    assert [offers.offer("b", weight=weight) for _ in range(4)] == [True] * hand_offs + [False] * (
         4 - hand_offs
     )
 
@@ -63,16 +63,16 @@ def test_no_hand_off_of_its_own_tenant_passes_one_that_waits() -> None:
 
 
 def test_a_hand_off_that_leaves_room_for_the_one_that_waits_is_taken() -> None:
-    flow = blocked("a", 20)
-    flow.parts.scheduler.remove("holds too")  # 20 free, ten of them claimed
-    assert [flow.offer("a") for _ in range(6)] == [True] * 5 + [False]
+    offers = blocked("a", 20)
+    offers.parts.scheduler.remove("holds too")  # 20 free, ten of them claimed
+    assert [offers.offer("a") for _ in range(6)] == [True] * 5 + [False]
 
 
 def test_each_tenant_with_one_that_waits_has_a_claim() -> None:
     """The first of them holds much; the second one nothing, so what is free is for it."""
-    flow = blocked("a", 20)
-    flow.parts.scheduler.add(request("b waits", [6] * 10 * PAGE, 100, tenant="b"))
-    assert not flow.offer("d")
+    offers = blocked("a", 20)
+    offers.parts.scheduler.add(request("b waits", [6] * 10 * PAGE, 100, tenant="b"))
+    assert not offers.offer("d")
 
 
 def test_classes_come_before_shares_of_blocks() -> None:
@@ -81,59 +81,59 @@ def test_classes_come_before_shares_of_blocks() -> None:
 
 
 def test_one_that_waits_for_its_reader_has_no_claim() -> None:
-    flow = blocked("a", 20)
-    flow.parts.scheduler.set_paused("waits", True)
-    assert flow.offer("a")
+    offers = blocked("a", 20)
+    offers.parts.scheduler.set_paused("waits", True)
+    assert offers.offer("a")
 
 
 def test_one_that_waits_for_a_seat_has_no_claim() -> None:
     """Blocks would not help it."""
-    flow = Flow(max_batch_requests=2)
+    offers = OfferedHandOffs(max_batch_requests=2)
     for name in ("one", "two"):
-        flow.parts.hand_off(name, blocks=16, tenant="a")
-    flow.parts.scheduler.add(request("waits", [5] * 8 * PAGE, 100, tenant="a"))
-    flow.parts.step()
-    assert flow.offer("a")
+        offers.parts.hand_off(name, blocks=16, tenant="a")
+    offers.parts.scheduler.add(request("waits", [5] * 8 * PAGE, 100, tenant="a"))
+    offers.parts.step()
+    assert offers.offer("a")
 
 
 def test_a_claim_lasts_through_steps_that_have_no_token_for_it() -> None:
     """A long prompt takes the budget of several steps; what is freed meanwhile is not for hand-offs."""
-    flow = Flow(max_batch_tokens=4)
-    flow.parts.hand_off("holds", blocks=20)
-    flow.parts.scheduler.add(request("long", [5] * 10 * PAGE, 100))
-    flow.parts.step()
-    flow.parts.scheduler.add(request("waits", [6] * 15 * PAGE, 100))
-    flow.parts.step()
-    assert not flow.offer()
+    offers = OfferedHandOffs(max_batch_tokens=4)
+    offers.parts.hand_off("holds", blocks=20)
+    offers.parts.scheduler.add(request("long", [5] * 10 * PAGE, 100))
+    offers.parts.step()
+    offers.parts.scheduler.add(request("waits", [6] * 15 * PAGE, 100))
+    offers.parts.step()
+    assert not offers.offer()
 
 
 @pytest.mark.parametrize(("held", "joins"), [(20, True), (1, False)])
 def test_a_prompt_of_another_tenant_passes_one_that_waits_for_blocks_as_a_hand_off_does(
     held: int, joins: bool
 ) -> None:
-    flow = blocked("a", held)
-    flow.parts.scheduler.add(request("other", [6] * 2 * PAGE, 100, tenant="b"))
-    flow.parts.step()
-    assert (flow.parts.choices("other")[0].state is S.RUNNING) is joins
+    offers = blocked("a", held)
+    offers.parts.scheduler.add(request("other", [6] * 2 * PAGE, 100, tenant="b"))
+    offers.parts.step()
+    assert (offers.parts.choices("other")[0].state is S.RUNNING) is joins
 
 
 def test_no_prompt_of_a_lower_class_passes_one_that_waits_for_blocks() -> None:
-    flow = blocked("a", 20)
-    flow.parts.scheduler.add(request("lower", [6] * 2 * PAGE, 100, tenant="b", priority=-1))
-    flow.parts.step()
-    assert flow.parts.choices("lower")[0].state is S.WAITING
+    offers = blocked("a", 20)
+    offers.parts.scheduler.add(request("lower", [6] * 2 * PAGE, 100, tenant="b", priority=-1))
+    offers.parts.step()
+    assert offers.parts.choices("lower")[0].state is S.WAITING
 
 
 def test_a_large_prompt_is_not_passed_by_small_ones_for_ever() -> None:
     """Prompts of another tenant, one every step: they pass it until their tenant holds as much."""
-    flow = blocked("a", 20)
+    offers = blocked("a", 20)
     for number in range(200):
-        flow.parts.scheduler.add(request(f"small {number}", [6 + number % 7] * 2, 4, tenant="b"))
-        flow.got += flow.parts.step()
-        for name in [name for name in flow.parts.scheduler.requests if flow.got[name] >= 4]:
+        offers.parts.scheduler.add(request(f"small {number}", [6 + number % 7] * 2, 4, tenant="b"))
+        offers.got += offers.parts.step()
+        for name in [name for name in offers.parts.scheduler.requests if offers.got[name] >= 4]:
             if name != "waits":
-                flow.parts.scheduler.remove(name)
-        if flow.got["waits"]:
+                offers.parts.scheduler.remove(name)
+        if offers.got["waits"]:
             return
     raise AssertionError("it waits for ever")
 

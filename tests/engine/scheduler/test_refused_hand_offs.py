@@ -6,48 +6,48 @@ import pytest
 
 from cluster.errors import BlocksExhaustedError
 from tests.engine.parts import PAGE, Parts, request
-from tests.engine.scheduler.flow import Flow, refused_now
+from tests.engine.scheduler.offered_hand_offs import OfferedHandOffs, refused_now
 from tests.harness.calls import count_calls
 
 
 @pytest.mark.parametrize("blocks", [6, 16])
 def test_the_growth_of_many_choices_keeps_a_hand_off_out_of_half_of_the_cache_at_most(blocks: int) -> None:
     """It is a projection: one with more choices than the cache has room for would be refused for ever."""
-    flow = Flow()
-    flow.parts.hand_off("holds", blocks=20)
-    flow.parts.hand_off("choices", n=16, blocks=blocks)
-    assert flow.parts.pool.num_free == 20 - blocks
+    offers = OfferedHandOffs()
+    offers.parts.hand_off("holds", blocks=20)
+    offers.parts.hand_off("choices", n=16, blocks=blocks)
+    assert offers.parts.pool.num_free == 20 - blocks
     with pytest.raises(BlocksExhaustedError):
-        flow.parts.hand_off("more choices", n=16, blocks=blocks)
+        offers.parts.hand_off("more choices", n=16, blocks=blocks)
 
 
 def test_a_hand_off_of_a_lower_class_is_not_refused_for_ever() -> None:
     """Those of a higher class take all that becomes free, and have claims to more; it counts as of theirs in time."""
-    flow = Flow()
-    flow.parts.step_seconds = 0.1
-    taken, began = list[float](), flow.parts.now
+    offers = OfferedHandOffs()
+    offers.parts.step_seconds = 0.1
+    taken, began = list[float](), offers.parts.now
     for _ in range(700):
-        flow.step("a")
-        while flow.offer("a"):
+        offers.step("a")
+        while offers.offer("a"):
             pass
-        if flow.offer("b", priority=-1):
-            taken.append(flow.parts.now - began)
+        if offers.offer("b", priority=-1):
+            taken.append(offers.parts.now - began)
     assert len(taken) == 2
     assert 30.0 <= taken[0] <= 35.0 and 30.0 <= taken[1] - taken[0] <= 35.0, "one for each aging time"
 
 
 def test_a_hand_off_of_a_lower_class_that_was_not_offered_for_long_has_not_aged() -> None:
-    flow = Flow()
+    offers = OfferedHandOffs()
     for _ in range(2):
-        while flow.offer("a"):
+        while offers.offer("a"):
             pass
-        assert not flow.offer("b", priority=-1)
-        assert flow.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
-        flow.parts.now += 31.0
-        assert flow.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
+        assert not offers.offer("b", priority=-1)
+        assert offers.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
+        offers.parts.now += 31.0
+        assert offers.parts.scheduler.refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         for _ in range(65):
-            flow.step("a")
-    assert ("b", 1) not in flow.parts.scheduler.refusals.spans
+            offers.step("a")
+    assert ("b", 1) not in offers.parts.scheduler.refusals.spans
 
 
 def calls_of_a_refusal(tenants: int, running: int, free: int) -> int:

@@ -17,7 +17,7 @@ TOKENS = 5  # of each request
 KEPT = round(KEPT_SECONDS / STEP_SECONDS)
 
 
-class Flow:
+class OfferedHandOffs:
     """Hand-offs of two blocks each, as many as there is room for, before every step."""
 
     def __init__(self, blocks: int = BLOCKS, **settings: object):
