@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
+from router.frontends.http.connection.linger import QUIET_SECONDS
 from router.frontends.http.connection.protocol import limited
 from tests.harness.waiting import until
 
@@ -68,3 +69,18 @@ async def test_what_comes_behind_such_an_answer_is_no_request() -> None:
         rest = bytes(BODY_BYTES) + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         said = await answer_to(server, b"POST /refused HTTP/1.1\r\n", rest)
         assert said.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_client_that_sends_slowly_is_not_reset_before_it_has_sent_all() -> None:
+    pieces, loop = 12, asyncio.get_running_loop()
+    head = b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % pieces
+    async with serving() as server:
+        with socket.create_connection(server.servers[0].sockets[0].getsockname()) as client:
+            client.setblocking(False)
+            await loop.sock_sendall(client, head)
+            for _ in range(pieces):
+                await asyncio.sleep(QUIET_SECONDS / 4)
+                await loop.sock_sendall(client, b"x")
+            async with asyncio.timeout(20):
+                assert (await loop.sock_recv(client, 4096)).endswith(b"\r\n\r\nbye")
+                assert await loop.sock_recv(client, 4096) == b""

@@ -14,7 +14,6 @@ import uvicorn
 from starlette.responses import PlainTextResponse, Response
 
 from cluster.config.router import ConnectionLimits
-from router.frontends.http.connection import linger
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.connection.long_body import SLICE_BYTES
 from router.frontends.http.connection.protocol import limited
@@ -399,21 +398,3 @@ async def test_an_answer_that_closes_reaches_a_client_that_still_sends(served: S
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\nbye")
         await until(lambda: not served.connections, "it is closed", 5)
-
-
-async def test_a_client_that_sends_slowly_is_not_reset_before_it_has_sent_all(served: Served) -> None:
-    served.read_body = False
-    served.answer = lambda exchange: exchange.send(Response(b"bye", headers={"connection": "close"}))
-    pieces, loop = 12, asyncio.get_running_loop()
-    async with served.serving() as address:
-        with socket.create_connection(address) as client:
-            client.setblocking(False)
-            await loop.sock_sendall(
-                client, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % pieces
-            )
-            for _ in range(pieces):
-                await asyncio.sleep(linger.QUIET_SECONDS / 4)
-                await loop.sock_sendall(client, b"x")
-            answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 20)
-            assert answer.endswith(b"\r\n\r\nbye")
-            assert await asyncio.wait_for(loop.sock_recv(client, 4096), 20) == b""
