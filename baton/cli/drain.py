@@ -216,11 +216,12 @@ class Drainer:
 
     def _end(self, worker: WorkerInfo | None, process: str, then: Then) -> str:
         """Return how a worker ended, empty while it is registered; marks it again if Redis was emptied meanwhile."""
-        if worker is None and self._named is not None and self._named.may_lack_some:
-            return ""
+        is_away = worker is None or worker.lease == "dead"
+        if is_away and self._named is not None and self._named.may_lack_some:
+            return ""  # no lease could be renewed without Redis
         if worker is None or worker.process != process:
             return "has left"
-        if worker.lease == "dead":
+        if is_away:
             return "is dead: it ended without leaving,"
         if worker.state == "ready":
             self.mark([worker.worker_id], then)

@@ -177,7 +177,7 @@ def _stop(cluster: LocalCluster) -> None:
 
 
 def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
-    """Print the next steps for a newcomer. The first line is for programs that wait for it."""
+    """Return the next steps for a newcomer, one per line. The first line is for programs that wait for it."""
     router = options.router_config(0)
     body = json.dumps({"model": router.served_model_name, "prompt": "Once upon a time", "max_tokens": 32})
     curl = ["curl"]

@@ -6,15 +6,18 @@ exited, as far as the Kubernetes API proves it:
 
 Neither a missing pod (it may have been deleted by force) nor a node that is not ready nor a pod phase is a proof: the
 control plane sets those without the kubelet. A restarted container differs from its predecessor by its times, all of
-which come from the node's clock.
+which come from the node's clock. That clock may be stepped: of a container that has never been restarted only its own
+end is a proof, and where times contradict each other nothing is.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from cluster.errors import UnavailableError
@@ -24,13 +27,16 @@ NOT_FOUND = 404
 # The kubelet lost track of the container and did not see it end.
 UNSEEN = "ContainerStatusUnknown"
 CALL_SECONDS = 5.0
+# On a node that has just booted the clock may be stepped back before the worker registers, below the container's start.
+_IMPORTED = time.time()
 
 
 @dataclass(frozen=True)
 class Pod:
     """Identity of a container's process; every field is empty outside pods.
 
-    `started` is a time after the start of the process: Unix seconds, by the clock of its node.
+    `started` is a time after the start of the process: Unix seconds, by the clock of its node. A later one is safe, an
+    earlier one is not: a container that has started since counts as a successor.
     """
 
     namespace: str = ""
@@ -47,7 +53,8 @@ def own_pod(environment: Mapping[str, str] | None = None) -> Pod:
     names = ("POD_NAMESPACE", "POD_NAME", "POD_UID", "POD_CONTAINER", "POD_NODE")
     namespace, name, uid, container, node = (env.get(one, "") for one in names)
     known = namespace and name and uid and container and node
-    return Pod(namespace, name, uid, container, node, time.time()) if known else Pod()
+    started = max(_IMPORTED, time.time())
+    return Pod(namespace, name, uid, container, node, started) if known else Pod()
 
 
 class PodExits:
@@ -96,13 +103,19 @@ class PodExits:
 def _terminated(status: Any, started: float) -> bool:
     """Whether the container that ran at `started` has terminated since.
 
-    The API rounds times down to seconds, which makes both comparisons stricter, never looser.
+    The API rounds times down to seconds, which lets no earlier end or start count as a later one.
     """
-    running = status.state.running if status.state is not None else None
-    if running is not None and running.started_at is not None and running.started_at.timestamp() > started:
-        return True
-    ends = [one.terminated for one in (status.state, status.last_state) if one is not None and one.terminated]
+    state = status.state
+    if state is not None and (running := state.running) is not None:
+        # If it is not a successor it may be the process's own, whatever the end of the container before it says.
+        return status.restart_count > 0 and _seconds(running.started_at) > started
+    ends = [one.terminated for one in (state, status.last_state) if one is not None and one.terminated]
     return any(
-        end.reason != UNSEEN and end.finished_at is not None and end.finished_at.timestamp() >= started
+        end.reason != UNSEEN and _seconds(end.started_at) <= started <= _seconds(end.finished_at)
         for end in ends
     )
+
+
+def _seconds(moment: datetime | None) -> float:
+    """Unix seconds; nan, which is neither before nor after any time, if the kubelet does not report it."""
+    return math.nan if moment is None else moment.timestamp()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_a_worker_that_has_gone_ends_the_wait(after: list[WorkerInfo], said: str
     assert [line.partition(" after")[0] for line in registry.said] == [said]
     assert not registry.marked
     assert all(one == ["decode-0"] for one in registry.read), "hooks of many pods look ten times a second"
+
+
+@dataclass
+class Returned:
+    """Reads of a Redis that has returned."""
+
+    may_lack_some: bool = True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lost", [[], [worker(lease="dead")]])
+def test_a_worker_whose_lease_ran_out_without_redis_has_not_ended(lost: list[WorkerInfo]) -> None:
+    """Redis has returned with what it had, or with nothing, and workers renew their leases within two seconds."""
+    registry = Registry([worker()], lost, [worker()], lost)
+    returned: Any = Returned()
+    registry._named = returned
+
+    def look(_: str) -> None:
+        returned.may_lack_some = len(registry.read) < 4
+
+    registry.wait(["decode-0"], 20.0, "exit", look)
+    assert len(registry.read) == 5 and len(registry.said) == 1
 
 
 def test_a_worker_whose_mark_redis_has_lost_is_marked_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -38,7 +39,9 @@ class Cluster:
         self.pod = Pod("default", "prefill-0", uid, "main", "node-1", STARTED)
         self.has(running=at(-10))
 
-    def has(self, name: str = "main", last: dict[str, Any] | None = None, **state: Any) -> None:
+    def has(
+        self, name: str = "main", last: dict[str, Any] | None = None, restarts: int = 0, **state: Any
+    ) -> None:
         """Set the container status that the kubelet reports."""
         if "running" in state:
             state["running"] = {"startedAt": state["running"]}
@@ -47,7 +50,7 @@ class Cluster:
             "image": "i",
             "imageID": "",
             "ready": False,
-            "restartCount": 0,
+            "restartCount": restarts,
             "state": state,
             **({"lastState": {"terminated": last}} if last else {}),
         }
@@ -92,12 +95,14 @@ def test_a_container_that_has_terminated_since_is_the_proof(cluster):
 
 
 def test_a_container_waiting_to_restart_has_terminated_before(cluster):
-    cluster.has(waiting={"reason": "CrashLoopBackOff"}, last=ended(30))
+    cluster.has(waiting={"reason": "CrashLoopBackOff"}, last=ended(30), restarts=1)
     assert cluster.proven()
 
 
 def test_a_restarted_container_has_terminated_before(cluster):
-    cluster.has(running=at(31))
+    cluster.has(running=at(31), restarts=1)
+    assert cluster.proven()
+    cluster.has(running=at(31), last=ended(30), restarts=1)
     assert cluster.proven()
 
 
@@ -107,9 +112,34 @@ def test_the_end_of_the_container_before_it_proves_nothing(cluster, state):
     (kind, seconds), *_ = state.items()
     cluster.has(
         last=ended(-20),
+        restarts=1,
         **{kind: at(seconds) if kind == "running" else ended(seconds) if seconds else {"reason": "x"}},
     )
     assert not cluster.proven()
+
+
+def test_a_container_that_was_never_restarted_proves_nothing_while_it_runs(cluster):
+    """The node's clock was stepped back after its start, and the process began later, as on Ray."""
+    cluster.has(running=at(600))
+    assert not cluster.proven()
+    cluster.has(terminated=ended(700) | {"startedAt": at(-10)})
+    assert cluster.proven()
+
+
+def test_a_container_that_ended_before_a_step_back_of_the_clock_proves_nothing(cluster):
+    """By its times it ended after the process began."""
+    cluster.has(running=at(-10), last=ended(600) | {"startedAt": at(-600)}, restarts=1)
+    assert not cluster.proven()
+    cluster.has(waiting={"reason": "x"}, last=ended(600), restarts=1)  # its successor is not reported yet
+    assert not cluster.proven()
+
+
+def test_an_end_without_its_times_proves_nothing(cluster):
+    for name in ("startedAt", "finishedAt"):
+        end = ended(30)
+        del end[name]
+        cluster.has(terminated=end)
+        assert not cluster.proven()
 
 
 def test_another_container_of_the_pod_proves_nothing(cluster):
@@ -161,6 +191,15 @@ def test_an_api_that_refuses_or_does_not_answer_proves_nothing(cluster, tmp_path
     away.write_text(away.read_text().replace(cluster.server.url, "http://127.0.0.1:1"))
     with clients.connect(away) as api, pytest.raises(UnavailableError, match="does not answer"):
         PodExits(api).has_exited(cluster.pod)
+
+
+def test_a_step_back_of_the_clock_does_not_date_a_process_before_its_container(monkeypatch):
+    """While its model loads the clock of a node that has just booted is set, below the start of the container."""
+    began = own_pod(ENVIRONMENT).started
+    monkeypatch.setattr(time, "time", lambda: began - 3600)
+    assert began - 600 < own_pod(ENVIRONMENT).started
+    monkeypatch.setattr(time, "time", lambda: began + 3600)
+    assert own_pod(ENVIRONMENT).started == began + 3600
 
 
 def test_a_pod_is_identified_only_by_all_of_its_fields():
