@@ -175,13 +175,13 @@ class Placement:
         replaces: bytes,
         unheld: list[int],
     ) -> Placed | Unplaced | Decision:
-        """A Decision: it is charged at a worker that this router cannot read. Then the call's number is added to
-        `unheld`: until it ends, the settlement leaves the charge to the next call for this placement."""
+        """A Decision: it is charged at a worker that this router cannot read, or may not use. Then the call's number is
+        added to `unheld`: until it ends, the settlement leaves the charge to the next call for this placement."""
         number, answered = self.settlement.begin_placement(request.transfer_id), False
         run, ended = self.settlement.run, True
         try:
             decision = await self.script(request, candidates, matched, run, number, replaces)
-            placed = decision if isinstance(decision, Unplaced) else await self._placed(decision)
+            placed = decision if isinstance(decision, Unplaced) else await self._placed(decision, request)
             answered, ended = True, not isinstance(placed, Decision)
             if isinstance(placed, Placed):
                 # A run that was lost meanwhile is not the one that the charge is in.
@@ -198,9 +198,10 @@ class Placement:
                 unheld.append(number)
         return placed
 
-    async def _placed(self, decision: Decision) -> Placed | Decision:
+    async def _placed(self, decision: Decision, request: PlacementRequest) -> Placed | Decision:
         """The sets name a worker before this router has read its registration, or one whose registration it cannot read:
-        then the decision, and that worker is passed over from now on."""
+        then the decision, and that worker is passed over from now on. Also where the registration is of another model of
+        the same checkpoint: from now on candidates are named one by one."""
         names: list[tuple[str, Role]] = [(decision.decode, "decode")]
         if decision.prefill:
             names.append((decision.prefill, "prefill"))
@@ -210,6 +211,8 @@ class Placement:
         unknown = {name: role for name, role in names if name not in found}
         if unknown:
             self.eligibility.pass_over(unknown)
+            return decision
+        if not all(self.eligibility.serves(found[name], request.model) for name, _ in names):
             return decision
         return Placed(
             found[decision.prefill] if decision.prefill else None,

@@ -18,6 +18,7 @@ from router.placement import eligibility
 from router.placement.candidates import Candidates, Heads
 from router.placement.charges import Charges
 from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
+from router.placement.kv_groups import kv_group_of
 from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest
 from tests.harness.redis_text import decoded
@@ -243,6 +244,29 @@ async def test_workers_that_the_router_cannot_read_are_passed_over_after_one_try
         many._members.all = [*many._members.all, unread[0]]
         many._members.all.sort(key=lambda one: one.slot)
         assert (await many.place(request())).prefill == unread[0], "it can be read now"
+
+
+async def test_a_new_worker_of_another_model_of_the_checkpoint_gets_no_request(
+    many, unread, redis_url, namespace, monkeypatch
+):
+    """It is in the sets before this router has read whose it is."""
+    with connect(redis_url) as client:
+        before = load_of(client, namespace, {})
+    read = [*(replace(one, served_model="another") for one in unread), *many._members.all]
+
+    async def refresh() -> None:
+        many._members.all = read
+
+    monkeypatch.setattr(many._members, "refresh", refresh)
+    asked = [replace(request(), kv_group=kv_group_of(unread[0])) for _ in range(3)]
+    placed = [await many.place(one) for one in asked]
+    assert all(one.from_redis for one in placed) and many._members.all is read
+    used = {worker.name for one in placed for worker in (one.prefill, one.decode)}
+    assert used.isdisjoint(one.name for one in unread)
+    with connect(redis_url) as client:
+        load = load_of(client, namespace, before)
+        assert sum(load.values()) == 3 * 210
+        assert not any(name[2:] == one.name for name in load for one in unread)
 
 
 async def test_the_charge_at_a_worker_that_cannot_be_read_is_taken_off_where_the_next_call_fails(

@@ -100,7 +100,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) > limit + MAX_REFUSED:
             self._abort()
         elif len(self.connections) > limit:
-            self.waiting.discard(self)  # it is closed once it could read its answer
+            self.waiting.discard(self)  # it is closed once it could read its answer, whatever it sends
+            self._lingering = Linger(self.flow, 0.0, self.timeout_keep_alive_handler)
             self._refuse(429, refusals.too_many(self.limits.max_http_connections))
         else:
             self._expect(self.limits.header_seconds)
@@ -346,6 +347,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close the connection once its client has sent all, and drop what arrives until then."""
         self._refused = True
+        for cycle in (self._running, self.cycle):
+            if cycle is not None:
+                cycle.body = bytearray()  # nobody reads it
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._lingering.start()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import uvicorn
 from starlette.requests import Request
@@ -86,7 +86,7 @@ class Server:
     def connections(self) -> int:
         return len(self._server.server_state.connections)
 
-    async def run(self) -> AsyncIterator[Server]:
+    async def run(self) -> AsyncGenerator[Server]:
         sock = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         await until(lambda: self._server.started, "it serves")

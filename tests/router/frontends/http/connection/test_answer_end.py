@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http.connection.linger import QUIET_SECONDS
-from router.frontends.http.connection.protocol import limited
+from router.frontends.http.connection.protocol import LimitedProtocol, limited
 from tests.harness.waiting import until
+from tests.router.frontends.http.connection.own_server import LIMIT, Server
 
 BODY_BYTES = 16 << 20  # more than the buffers of both ends take
 
@@ -84,3 +86,31 @@ async def test_a_client_that_sends_slowly_is_not_reset_before_it_has_sent_all() 
             async with asyncio.timeout(20):
                 assert (await loop.sock_recv(client, 4096)).endswith(b"\r\n\r\nbye")
                 assert await loop.sock_recv(client, 4096) == b""
+
+
+async def test_a_body_that_nobody_reads_is_not_kept_while_a_client_sends() -> None:
+    """4,000 clients without a key, each with a byte now and then, kept 250 MB for a minute."""
+    head, begun = b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n", bytes(50_000)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        writer.write(head + begun)
+        assert (await reader.readuntil(b"\r\n\r\nbye")).startswith(b"HTTP/1.1 200 ")
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, LimitedProtocol) and not connection.cycle.body
+        writer.close()
+
+
+async def test_a_client_too_many_does_not_stay_by_sending_on() -> None:
+    """While it does, each new connection closes an idle one, and is refused itself."""
+    async with contextlib.aclosing(Server().run()) as servers:
+        server = await anext(servers)
+        for _ in range(LIMIT):  # each with a place
+            (await server.connect()).send(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: server.running == LIMIT, "they run", 5)
+        refused = await server.connect()
+        assert await refused.status() == 429
+        began = time.monotonic()
+        while server.connections > LIMIT and time.monotonic() - began < 10 * QUIET_SECONDS:
+            refused.send(b"x")
+            await asyncio.sleep(QUIET_SECONDS / 5)
+        assert server.connections == LIMIT
