@@ -59,7 +59,11 @@ def interpreted() -> None:
 def test_the_kernels_sums_are_the_digest():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", "from tests.kv_transfer.device.test_sum64 import interpreted; interpreted()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.kv_transfer.device.test_sum64 import interpreted; interpreted()",
+    ]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert ran.stdout.strip().endswith("interpreted"), ran.stderr
 
