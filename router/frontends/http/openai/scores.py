@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
@@ -71,13 +72,13 @@ class ComparedTexts(InputOptions):
     mm_processor_kwargs: Annotated[Any, OnlyNeutral()] = None
 
     @property
+    @abstractmethod
     def sides(self) -> tuple[list[NamedInput], list[NamedInput]]:
         """The texts, each on the left with the one on the right or the only one with all. Raises InvalidRequestError."""
-        raise NotImplementedError
 
     @property
-    def shown(self) -> Shown:
-        raise NotImplementedError
+    @abstractmethod
+    def shown(self) -> Shown: ...
 
     @property
     def repeated_bytes(self) -> int:
