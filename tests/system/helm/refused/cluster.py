@@ -263,5 +263,5 @@ IN_THE_OPEN: Refusals = {
     )
     for part in ("router", "prefill", "decode", "autoscaling")
     for field, use in SECRETS.items()
-    if (part, field) != ("autoscaling", "secret")  # the policy has no such setting: the schema refuses its name
+    if (part, field) != ("autoscaling", "secret")  # no setting of the policy: the schema refuses it
 }
