@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -49,15 +51,15 @@ def test_a_prefix_is_shared_within_a_tenant_only(shared, checkpoint, tmp_path):
             assert (cached, not_shipped) == (0, 0)
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
             probe = {"authorization": f"Bearer {mine}"}
-            hit = httpx.post(f"{cluster.http}/v1/completions", json=body, headers=probe, timeout=30).json()
-            assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] >= PROMPT // 2
+
+            def cached_of(asked: dict[str, Any]) -> int:
+                answer = httpx.post(f"{cluster.http}/v1/completions", json=asked, headers=probe, timeout=30)
+                return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            assert any(cached_of(body) >= PROMPT // 2 for _ in range(5))
 
             def salted(salt: str) -> int:
-                asked = {**body, "cache_salt": salt}
-                said = httpx.post(
-                    f"{cluster.http}/v1/completions", json=asked, headers=probe, timeout=30
-                ).json()
-                return said["usage"]["prompt_tokens_details"]["cached_tokens"]
+                return cached_of({**body, "cache_salt": salt})
 
             assert salted("one") == 0, "the prompt is cached, without a salt"
             assert any(salted("one") >= PROMPT // 2 for _ in range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ FROM_JSON = ("router.frontends.http.", "router.request.messages")
 
 def models(base: type[RequestModel] = RequestModel) -> Iterator[type[RequestModel]]:
     for one in base.__subclasses__():
-        if one.__module__.startswith(FROM_JSON):
+        if one.__module__.startswith(FROM_JSON) and not inspect.isabstract(one):
             yield one
         yield from models(one)
 

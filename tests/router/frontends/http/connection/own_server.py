@@ -91,12 +91,14 @@ class Server:
         serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         await until(lambda: self._server.started, "it serves")
         self._address = sock.getsockname()
-        yield self
-        self.go_on.set()
-        for one in self._made:
-            one.close()
-        self._server.should_exit = True
-        await serving
+        try:
+            yield self
+        finally:  # also where the caller ends this generator early
+            self.go_on.set()
+            for one in self._made:
+                one.close()
+            self._server.should_exit = True
+            await serving
 
     async def connect(self, address: str = "127.0.0.1") -> Connection:
         """The server has seen it when this returns. `address`: the client's."""
