@@ -140,9 +140,8 @@ class ChainReporter:
 
     def _wait(self) -> bool:
         with self._wake:
-            if (
-                self._registration.slot == 0
-            ):  # what waits cannot be sent yet: each report would end the wait below
+            # Without a slot no report can be sent: each would end the wait below at once
+            if self._registration.slot == 0:
                 self._wake.wait_for(lambda: self._stopping, RETRY_SECONDS)
                 return False
             if not (self._waiting or self._unacknowledged or self._stopping):

@@ -21,7 +21,7 @@ class Outlet(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether the outlet takes nothing now: what comes is kept, and written in one piece once it takes more."""
+        """Whether the outlet accepts no output now: it is kept, and written in one piece once the outlet accepts more."""
 
     def watch(self, watcher: AnswerQueue) -> None:
         """Call its `resumed` once the outlet is no longer paused; `disconnected` or `discard` where it has ended."""

@@ -140,7 +140,7 @@ class RouterProcesses:
         self._children[index] = child
         self.metrics.add(child)
         if self._draining.is_set():
-            child.signal(signal.SIGTERM)  # it serves nobody yet; `close` may have told all others to stop
+            child.signal(signal.SIGTERM)  # it has no requests; `close` may have stopped all others already
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
             code = await child.wait()

@@ -44,6 +44,6 @@ class SharedViews:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Its error is that of every request that waits; where all have left, nobody's."""
+    """Take its error, which every waiting request raises: without one, asyncio would log it as never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
+import pytest
 
 from cluster.protocol.pooling import Embedding, Pooling
 from router.request.completion import Completion, Delta, Outcome
@@ -70,6 +72,14 @@ def vector_gateway(settings: dict[str, Any]) -> VectorGateway:
     made = VectorGateway(text, settings)
     made.made = []
     return made
+
+
+def client_of(gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
+    """A client of the gateway that is served, as it was made: with HOW, and no input accepted yet."""
+    gateway.accepted.clear()
+    monkeypatch.setattr(gateway.first.text, "embedding", HOW)
+    with httpx.Client(base_url=gateway.url, timeout=60) as made:
+        yield made
 
 
 def close(gateway: VectorGateway) -> None:

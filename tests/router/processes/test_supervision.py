@@ -96,7 +96,7 @@ async def test_of_processes_that_do_not_drain_those_that_answer_may_end(
 
 
 class LateChild(Child):
-    """A process whose start takes until `go_on`, and that ends by SIGTERM, as one does that serves nobody yet."""
+    """A process whose start takes until `go_on`, and that ends by SIGTERM, as one without requests does."""
 
     go_on: asyncio.Event
 

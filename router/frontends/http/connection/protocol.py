@@ -349,7 +349,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = True
         for cycle in (self._running, self.cycle):
             if cycle is not None:
-                cycle.body = bytearray()  # nobody reads it
+                cycle.body = bytearray()  # no endpoint reads it any more
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._lingering.start()

@@ -20,8 +20,8 @@ from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import serving
 from tests.router.frontends.vector_gateway import (
     DIMENSIONS,
-    HOW,
     VectorGateway,
+    client_of,
     close,
     unit,
     vector_gateway,
@@ -40,10 +40,7 @@ def gateway() -> Iterator[VectorGateway]:
 
 @pytest.fixture
 def client(gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    gateway.accepted.clear()
-    monkeypatch.setattr(gateway.first.text, "embedding", HOW)
-    with httpx.Client(base_url=gateway.url, timeout=60) as made:
-        yield made
+    yield from client_of(gateway, monkeypatch)
 
 
 def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import serving
 from tests.router.frontends.vector_gateway import (
     DIMENSIONS,
-    HOW,
     VectorGateway,
+    client_of,
     close,
     vector_gateway,
     vector_of,
@@ -39,10 +39,7 @@ def gateway() -> Iterator[VectorGateway]:
 
 @pytest.fixture
 def client(gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    gateway.accepted.clear()
-    monkeypatch.setattr(gateway.first.text, "embedding", HOW)
-    with httpx.Client(base_url=gateway.url, timeout=60) as made:
-        yield made
+    yield from client_of(gateway, monkeypatch)
 
 
 def ask(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
