@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 TOKENIZER = os.environ["TOKENIZER"]
+REQUESTS, WHOLE = 8, 4  # when its count is reached, guidellm cancels the requests that still run
 
 
 def run(name: str, path: str, stream: bool) -> None:
@@ -22,7 +23,7 @@ def run(name: str, path: str, stream: bool) -> None:
     options = {
         "backend": backend,
         "profile": {"kind": "concurrent", "streams": 2},
-        "constraint": {"kind": "max_requests", "count": 4},
+        "constraint": {"kind": "max_requests", "count": REQUESTS},
         "tokenizer": {"kind": "huggingface_auto", "model": TOKENIZER},
         "data": data,
         "output": {"kind": "json", "path": str(report)},
@@ -36,7 +37,7 @@ def run(name: str, path: str, stream: bool) -> None:
     why = " ".join(ended.stdout.split()[-60:])
     if ended.returncode == 0 and report.exists():
         totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-        good = totals["successful"] >= 4 and totals["errored"] == 0
+        good = totals["successful"] >= WHOLE and totals["errored"] == 0
         why = json.dumps(totals)
     else:
         good = False
