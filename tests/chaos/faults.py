@@ -22,7 +22,7 @@ from tests.harness.run_proxy import RunningProxy
 
 OF_CANCELLED = frozenset({"message.abort", "message.aborted"})
 IN_FLIGHT_SECONDS = 20.0
-CROWD = 14
+CROWD = 18
 WITHDRAWN_SECONDS = 0.5  # from taking an order to saying that it was carried out
 
 
