@@ -116,7 +116,7 @@ def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     if importlib.util.find_spec("numba") is None:
         return None
     from engine.layers.linear import PanelLinear
-    from engine.ops.team import KernelTeam
+    from engine.ops.cpu.team import KernelTeam
 
     if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2:
         return None

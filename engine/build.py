@@ -28,7 +28,8 @@ from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
 from engine.quant import coded, formats, int8
@@ -117,9 +118,9 @@ def _kept_codes(config: EngineConfig) -> coded.Kept | None:
         return coded.ON_CUDA
     if config.attention_backend != "cpu":
         return None
-    from engine.ops import cpu_nibbles
+    from engine.ops.cpu.products import nibbles
 
-    return coded.ON_CPU if cpu_nibbles.supported() else None
+    return coded.ON_CPU if nibbles.supported() else None
 
 
 def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] | None:
@@ -390,11 +391,11 @@ def _make_ops(
     )
     cos, sin = rotary.rotary_tables(model, config.max_model_len)
     if isinstance(team, KernelTeam):
-        from engine.ops.cpu_ops import CpuOps
+        from engine.ops.cpu.ops import CpuOps
 
         return CpuOps(shape, cos, sin, cache, team)
     if config.attention_backend == "triton":
-        from engine.ops.triton_ops import TritonOps
+        from engine.ops.cuda.ops import TritonOps
 
         return TritonOps(shape, cos, sin, cache)
     return TorchOps(shape, cos, sin, cache)

@@ -27,9 +27,9 @@ from engine.layers.moe import Mlp, Moe
 from engine.lora.adapted_linear import JOBS, AdaptedLinear, base_of
 from engine.lora.step_rows import MAX_ROWS
 from engine.model.decoder import Decoder, Layer
-from engine.ops import cpu_jobs
-from engine.ops.cpu_ops import CpuOps
-from engine.ops.team import Job, KernelTeam, bits_of
+from engine.ops.cpu.jobs import EMBED, JOB
+from engine.ops.cpu.ops import CpuOps
+from engine.ops.cpu.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
 KEPT_LISTS = 64  # 40 KB each
@@ -210,7 +210,7 @@ class DecodeJobs:
             return lambda: x[:rows].copy_(decoder.embed(step.tokens))
         table = decoder.embedding
         read = (table.data_ptr(), step.tokens.data_ptr(), x.data_ptr(), table.shape[1])
-        return cpu_jobs.EMBED, rows, (*read, bits_of(decoder.embedding_scale))
+        return EMBED, rows, (*read, bits_of(decoder.embedding_scale))
 
     def _attention(self, rows: int, index: int, layer: Layer, adapted: bool) -> list[Job | Call]:
         """Up to the norm in front of the MLP."""
@@ -279,7 +279,7 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
     parts = _Parts.of(decoder, ops, attention, team)
     if parts is None:
         return 0
-    listed = KEPT_LISTS * parts.count_of_jobs(True) * cpu_jobs.JOB * 8
+    listed = KEPT_LISTS * parts.count_of_jobs(True) * JOB * 8
     row_bytes = sum(parts.widths) * decoder.embedding.itemsize + 4 * ROW_NUMBERS
     return _grown(min(sequences, MAX_ROWS)) * row_bytes + listed
 

@@ -49,11 +49,11 @@ def _compiled(device: torch.device) -> WritePart | None:
     if device.type == "cpu":
         if not has_numba():
             return None
-        from engine.ops.cpu_conversion import write_part
+        from engine.ops.cpu.conversion import write_part
 
         return write_part
     try:
-        from engine.ops.triton_conversion import write_part as by_triton
+        from engine.ops.cuda.conversion import write_part as by_triton
     except ImportError as error:
         log.warning("parts are converted by torch, which is slower: %s", error)
         return None

@@ -19,7 +19,8 @@ from engine.layers.linear import (
 )
 from engine.model.config import ModelConfig
 from engine.ops.codes import CodedWeight
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.parallel.group import TpGroup
 from engine.quant import formats, int8
 
@@ -49,9 +50,9 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
     panels = _team_of_panels(config, team)
     if panels is None:
         return _torch_linear
-    from engine.ops import cpu_products, cpu_row_products
+    from engine.ops.cpu.products import bf16, in_rows
 
-    area = cpu_products.Area()
+    area = bf16.Area()
 
     def make(
         weight: Weight, bias: Tensor | None, *, split_inputs: bool = False, shared: bool = False
@@ -60,7 +61,7 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
             return NibbleLinear(weight, bias, panels)
         assert isinstance(weight, Tensor), "int8 layers are made by engine/quant/int8.py"
         wide = panels.dtype is torch.float32
-        if wide and shared and cpu_row_products.takes(weight.shape[1]):
+        if wide and shared and in_rows.takes(weight.shape[1]):
             return RowLinear(weight, bias, panels)
         fits = weight.shape[1] % 2 == 0 or wide
         return PanelLinear(weight, bias, panels, area) if fits else TorchLinear(weight, bias)

@@ -21,7 +21,8 @@ from engine.lora.slots import AdapterSlots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
 from engine.pooling import pool

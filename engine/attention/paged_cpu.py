@@ -1,6 +1,6 @@
 """Attention on the CPU: single tokens by a kernel that reads the blocks in place. Prompts in fp32, and in bf16 on CPUs
-without an instruction for it, by one that does so too (engine/ops/cpu_wide_prompts); with the instruction by one that
-needs it (engine/ops/cpu_prompts), and by matrix products where that kernel takes no such heads."""
+without an instruction for it, by one that does so too (engine/ops/cpu/attention/wide_prompts.py); with it by
+one that needs it (prompts.py beside), and by matrix products where that kernel takes no such heads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 from engine import kv_blocks
 from engine.attention.base import AttentionShape
 from engine.attention.sdpa import Piece, SdpaBackend
-from engine.ops import cpu_jobs as jobs
-from engine.ops import cpu_kernels as kernels
-from engine.ops import cpu_products as products
-from engine.ops import cpu_prompts as prompts
-from engine.ops import cpu_tiles as tiles
-from engine.ops import cpu_wide_prompts as wide_prompts
-from engine.ops.cpu_elements import kind_of
-from engine.ops.team import Job, KernelTeam, bits_of
+from engine.ops.cpu import jobs, kernels
+from engine.ops.cpu.attention import prompts, wide_prompts
+from engine.ops.cpu.codegen import tile_registers
+from engine.ops.cpu.codegen.elements import kind_of
+from engine.ops.cpu.products import bf16
+from engine.ops.cpu.team import Job, KernelTeam, bits_of
 from engine.step_buffers import Chunk, StepBuffers
 
 
@@ -27,16 +25,16 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
-        by_instruction = self._dtype is torch.bfloat16 and products.has_instruction()
+        by_instruction = self._dtype is torch.bfloat16 and bf16.has_instruction()
         self._wide = not by_instruction
         self._softmax = kernels.softmax_rows(kind_of(self._dtype))
         self._quantized = kv_blocks.is_quantized(kv_cache)
         self._tokens = jobs.ATTEND_INT8 if self._quantized else jobs.ATTEND
         self._step: StepBuffers | None = None
         self._prompts = jobs.ATTEND_PROMPT_WIDE_INT8 if self._quantized else jobs.ATTEND_PROMPT_WIDE
-        self._by_kernel = by_instruction and shape.head_dim % products.PANEL == 0 and not shape.cap
-        self._amx = tiles.supported()
-        self._least_rows = tiles.TILE_ROWS if self._amx else prompts.ROWS
+        self._by_kernel = by_instruction and shape.head_dim % bf16.PANEL == 0 and not shape.cap
+        self._amx = tile_registers.supported()
+        self._least_rows = tile_registers.TILE_ROWS if self._amx else prompts.ROWS
         self._panels = self._flat.new_empty(0)
 
     def begin(self, step: StepBuffers) -> None:

@@ -13,7 +13,8 @@ from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend, AttentionShape, MakeBackend
 from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
 from engine.ops.base import has_numba
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 
 log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import kv_blocks
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
-from engine.ops.triton_ops import OPTIONS, is_hopper
+from engine.ops.cuda.ops import OPTIONS, is_hopper
 from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context

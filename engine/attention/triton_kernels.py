@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.triton_interpreter import INTERPRETED
-from engine.ops.triton_kv_codes import load_scales, numbers
+from engine.ops.cuda.interpreter import INTERPRETED
+from engine.ops.cuda.kv_codes import load_scales, numbers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from cluster.errors import ModelError
 from engine.ops.codes import CodedWeight
-from engine.ops.team import Job, KernelTeam
+from engine.ops.cpu.team import Job, KernelTeam
 
 if TYPE_CHECKING:
-    from engine.ops.cpu_products import Area
+    from engine.ops.cpu.products.bf16 import Area
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class CudaLinear:
     """bf16 on CUDA, x [rows, inputs] → [rows, outputs]: one row by our own kernel, which needs Triton, more by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        from engine.ops.triton_ops import multiply_row
+        from engine.ops.cuda.ops import multiply_row
 
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight.contiguous(), bias
@@ -128,12 +128,12 @@ class CodedLinear:
     codes; for many rows the weights are expanded, a part at a time."""
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None = None):
-        from engine.ops import triton_codes
+        from engine.ops.cuda import coded_products
 
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight.each(Tensor.contiguous), bias
-        self._most = triton_codes.MAX_ROWS
-        self._few, self._many = triton_codes.multiply, triton_codes.multiply_expanded
+        self._most = coded_products.MAX_ROWS
+        self._few, self._many = coded_products.multiply, coded_products.multiply_expanded
 
     def __call__(self, x: Tensor) -> Tensor:
         multiply = self._few if 0 < len(x) <= self._most else self._many
@@ -165,15 +165,17 @@ class OneJobLinear:
 
 
 class RowLinear(OneJobLinear, TorchLinear):
-    """fp32 on a CPU, the matrix as it is given: our own kernels on the team's threads (engine/ops/cpu_row_products)."""
+    """fp32 on a CPU, the matrix as it is given: our own kernels (engine/ops/cpu/products/in_rows.py) on the team's
+    threads."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
         """`weight`: of a number of inputs that the kernel takes."""
-        from engine.ops import cpu_jobs, cpu_row_products
+        from engine.ops.cpu import jobs
+        from engine.ops.cpu.products import in_rows
 
         super().__init__(weight.contiguous(), bias)
-        self.team, self._code = team, cpu_jobs.MULTIPLY_IN_ROWS
-        self._items = -(-self.out_features // cpu_row_products.ITEM)
+        self.team, self._code = team, jobs.MULTIPLY_IN_ROWS
+        self._items = -(-self.out_features // in_rows.ITEM)
         self._added = torch.zeros(self.out_features) if bias is None else bias
 
     def _job(self, rows: int, x: int, out: int) -> Job:
@@ -182,26 +184,27 @@ class RowLinear(OneJobLinear, TorchLinear):
 
 
 class PanelLinear(OneJobLinear):
-    """bf16 or fp32 on a CPU: our own kernels on the team's threads, in bf16 by AMX (engine/ops/cpu_tile_products) or
-    AVX512-BF16 (cpu_products), else in fp32 (cpu_wide_products)."""
+    """bf16 or fp32 on a CPU: our own kernels (engine/ops/cpu/products/) on the team's threads, in bf16 by AMX
+    (tiles.py) or AVX512-BF16 (bf16.py), else in fp32 (wide.py)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
-        from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
+        from engine.ops.cpu import jobs
+        from engine.ops.cpu.products import bf16, tiles
 
         assert weight.dtype is team.dtype, "the team's kernels are compiled for its dtype"
         self.team = team
         self.out_features, self._inputs = weight.shape
-        self._panels = cpu_products.pack(weight, area)
-        self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
+        self._panels = bf16.pack(weight, area)
+        self._bias = torch.zeros(len(self._panels) * bf16.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
         # For any number of rows the same: a row's numbers do not depend on what is computed beside it.
-        by_instruction = weight.dtype is torch.bfloat16 and cpu_products.has_instruction()
-        self._tiled = by_instruction and cpu_tile_products.takes(self._inputs)
-        plain = cpu_jobs.MULTIPLY if by_instruction else cpu_jobs.MULTIPLY_WIDE
-        self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else plain
-        self._blocks = cpu_tile_products.blocks
+        by_instruction = weight.dtype is torch.bfloat16 and bf16.has_instruction()
+        self._tiled = by_instruction and tiles.takes(self._inputs)
+        plain = jobs.MULTIPLY if by_instruction else jobs.MULTIPLY_WIDE
+        self._code = jobs.MULTIPLY_TILES if self._tiled else plain
+        self._blocks = tiles.blocks
 
     def _job(self, rows: int, x: int, out: int) -> Job:
         arguments = (x, rows, *self._at, out, self.out_features)
@@ -212,24 +215,26 @@ class PanelLinear(OneJobLinear):
 
 
 class NibbleLinear:
-    """Weights of 4 bits as they are stored, on a CPU: our own kernels on the team's threads, by AMX
-    (engine/ops/cpu_nibble_tiles) or AVX512-BF16 (cpu_nibbles)."""
+    """Weights of 4 bits as they are stored, on a CPU: our own kernels (engine/ops/cpu/products/) on the
+    team's threads, by AMX (nibble_tiles.py) or AVX512-BF16 (nibbles.py)."""
 
     row_maxima = None
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, team: KernelTeam):
-        from engine.ops import cpu_jobs, cpu_nibble_tiles, cpu_nibbles, cpu_products, cpu_tiles
+        from engine.ops.cpu import jobs
+        from engine.ops.cpu.codegen import tile_registers
+        from engine.ops.cpu.products import bf16, nibble_tiles, nibbles
 
-        self._team, self._sum = team, cpu_jobs.SUM_GROUPS
+        self._team, self._sum = team, jobs.SUM_GROUPS
         # For any number of rows the same, as in PanelLinear.
-        self._tiled = cpu_tiles.supported()
-        self._multiply = cpu_jobs.MULTIPLY_NIBBLE_TILES if self._tiled else cpu_jobs.MULTIPLY_NIBBLES
-        self._blocks = cpu_nibble_tiles.blocks
+        self._tiled = tile_registers.supported()
+        self._multiply = jobs.MULTIPLY_NIBBLE_TILES if self._tiled else jobs.MULTIPLY_NIBBLES
+        self._blocks = nibble_tiles.blocks
         self.out_features, self._inputs = weight.shape
         self._group = weight.group or self._inputs
-        self._panels, offsets = cpu_nibbles.pack(weight)
+        self._panels, offsets = nibbles.pack(weight)
         self.row_bytes = 4 * weight.scales.shape[1] if offsets else 0  # a row's sums of x by group
-        self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
+        self._bias = torch.zeros(len(self._panels) * bf16.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias
 

@@ -59,16 +59,14 @@ class JobsOfEach:
 
     def __init__(self, linears: Sequence[OneJobLinear], outputs: int):
         """`linears`: all of one team, of one size."""
-        from engine.ops import cpu_jobs
+        from engine.ops.cpu import jobs
 
         self._linears, self._outputs, self._team = linears, outputs, linears[0].team
         # Of every expert for one row: single tokens take these and fill in their addresses.
         self._single = self._team.compile([job for one in linears for job in one.jobs(1, 0, 0)])
-        self._ahead = cpu_jobs.AHEAD - cpu_jobs.KERNEL
-        first = cpu_jobs.ARGUMENTS - cpu_jobs.KERNEL
-        self._x, self._weights, self._out = (
-            first + at for at in (cpu_jobs.X, cpu_jobs.WEIGHTS, cpu_jobs.OUT)
-        )
+        self._ahead = jobs.AHEAD - jobs.KERNEL
+        first = jobs.ARGUMENTS - jobs.KERNEL
+        self._x, self._weights, self._out = (first + at for at in (jobs.X, jobs.WEIGHTS, jobs.OUT))
 
     def __call__(self, x: Tensor, order: Order) -> Tensor:
         """`x`: of the team's dtype; rows of one expert are contiguous."""

@@ -13,7 +13,7 @@ from engine.layers.linear import Linear
 from engine.lora.adapter_files import LowRank
 from engine.lora.products import Product
 from engine.lora.step_rows import Rows, StepRows
-from engine.ops.team import Job
+from engine.ops.cpu.team import Job
 
 JOBS = 2  # of one product's adapters
 
@@ -68,17 +68,17 @@ class AdaptedLinear:
     def adapter_jobs(self, x: int, out: int) -> list[Job]:
         """Jobs that add the adapters' product to the rows at `out`, for any step that has `listed` its rows. `x`, `out`:
         addresses."""
-        from engine.ops import cpu_adapters, cpu_jobs
+        from engine.ops.cpu import adapters, jobs
 
         step, (_, parts, most, inputs) = self._step, self._a.shape
         common = (parts, most, self._ranks.data_ptr(), step.listed.data_ptr(), step.low.data_ptr())
         stride = step.low.shape[1]
         down = (x, inputs, self._a.data_ptr(), *common, stride)
         up = (out, self._b.shape[2], self._b.data_ptr(), *common, stride, self._pieces.data_ptr())
-        groups = -(-most // cpu_adapters.RANKS)
+        groups = -(-most // adapters.RANKS)
         return [
-            (cpu_jobs.ADAPT_DOWN, parts * groups, down),
-            (cpu_jobs.ADAPT_UP, len(self._pieces), up),
+            (jobs.ADAPT_DOWN, parts * groups, down),
+            (jobs.ADAPT_UP, len(self._pieces), up),
         ]
 
     def _add(self, y: Tensor, x: Tensor, slot: int, rows: Rows) -> None:
@@ -98,7 +98,7 @@ class AdaptedLinear:
 
 def _pieces(outputs: list[slice]) -> Tensor:
     """int64 [pieces, 3]: part, first output, outputs."""
-    from engine.ops.cpu_adapters import PIECE
+    from engine.ops.cpu.adapters import PIECE
 
     return torch.tensor(
         [

@@ -11,7 +11,8 @@ from engine.lora.adapter_files import Adapter
 from engine.lora.products import products
 from engine.lora.step_rows import StepRows, kernel_bytes
 from engine.model.config import ModelConfig
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.parallel.group import TpGroup
 
 
@@ -51,9 +52,9 @@ class AdapterSlots:
 
 def _compile(team: KernelTeam) -> None:
     """Compile the kernels or load them: no request is to wait for that."""
-    from engine.ops import cpu_jobs
+    from engine.ops.cpu import jobs
 
-    team.compile([(code, 1, ()) for code in (cpu_jobs.ADAPT_DOWN, cpu_jobs.ADAPT_UP)])
+    team.compile([(code, 1, ()) for code in (jobs.ADAPT_DOWN, jobs.ADAPT_UP)])
 
 
 def _most_parts(model: ModelConfig, size: int) -> int:

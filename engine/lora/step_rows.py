@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 
 MAX_ROWS = 256  # of a step that kernels compute, which lists of jobs (engine/decode_jobs) are made for
 Rows = slice | Tensor  # int64 indices
@@ -18,7 +19,7 @@ Rows = slice | Tensor  # int64 indices
 class StepRows:
     """The rows of a step by adapter; without adapters there are none, and products do nothing beside their own.
 
-    Steps of single tokens are `listed` for the CPU's kernels (engine/ops/cpu_adapters), in memory that stays where it is.
+    Steps of single tokens are `listed` for the CPU's kernels (engine/ops/cpu/), in memory that stays where it is.
     Other steps, whose adapters have many rows each, are `groups` for products by torch.
     """
 

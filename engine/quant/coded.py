@@ -1,5 +1,5 @@
-"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py, engine/ops/cpu_nibbles.py and
-cpu_nibble_tiles.py)."""
+"""Keeps a matrix as codes, for kernels that read them (engine/ops/cuda/coded_products.py; nibbles.py and nibble_tiles.py
+in engine/ops/cpu/products/)."""
 
 from __future__ import annotations
 

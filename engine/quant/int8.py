@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from cluster.errors import ConfigError
 from engine.layers.linear import Int8Weight, Linear, MakeLinear, Weight
-from engine.ops.team import Job, KernelTeam, Team
+from engine.ops.cpu.team import Job, KernelTeam
+from engine.ops.team import Team
 from engine.parallel.group import TpGroup
 
 # A row or channel without a larger number is all zeros: 127 / this is finite.
@@ -108,13 +109,13 @@ class CudaInt8:
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, group: TpGroup | None):
         """`group`: the ranks that share the inputs."""
-        from engine.ops import triton_int8
+        from engine.ops.cuda import int8_products
 
         self.out_features, self._inputs = weight.codes.shape
-        padding = -self._inputs % triton_int8.MULTIPLE
+        padding = -self._inputs % int8_products.MULTIPLE
         self._codes = (F.pad(weight.codes, (0, padding)) if padding else weight.codes).contiguous()
         self._scales, self._bias, self._group = weight.scales, bias, group
-        self._quantize, self._multiply = triton_int8.quantize, triton_int8.multiply
+        self._quantize, self._multiply = int8_products.quantize, int8_products.multiply
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.out_features)
@@ -141,7 +142,7 @@ class Scratch:
 
 
 class PanelInt8:
-    """By our own kernels (engine/ops/cpu_int8), on the team's threads."""
+    """By our own kernels (engine/ops/cpu/products/int8.py), on the team's threads."""
 
     def __init__(
         self,
@@ -151,17 +152,19 @@ class PanelInt8:
         team: KernelTeam,
         scratch: Scratch,
     ):
-        from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
+        from engine.ops.cpu import jobs
+        from engine.ops.cpu.codegen import tile_registers
+        from engine.ops.cpu.products import int8
 
         self._run, self._scratch = team.run, scratch
         self.row_maxima = None if group is None else partial(_row_maxima_of_ranks, group)
-        self._quantize, self._multiply = cpu_jobs.QUANTIZE, cpu_jobs.MULTIPLY_INT8
+        self._quantize, self._multiply = jobs.QUANTIZE, jobs.MULTIPLY_INT8
         self.out_features, self._inputs = weight.codes.shape
-        self.row_bytes = cpu_int8.padded(self._inputs)
-        self._panels, self._beside = cpu_int8.pack(weight.codes, weight.scales, bias)
+        self.row_bytes = int8.padded(self._inputs)
+        self._panels, self._beside = int8.pack(weight.codes, weight.scales, bias)
         self._at = (self._panels.data_ptr(), self._beside.data_ptr())
-        self._size, self._amx = team.dtype.itemsize, int(cpu_tiles.supported(cpu_tiles.INT8))
-        self._stored_rows, self._tiled, self._blocks = cpu_int8.stored_rows, cpu_int8.tiled, cpu_int8.blocks
+        self._size, self._amx = team.dtype.itemsize, int(tile_registers.supported(tile_registers.INT8))
+        self._stored_rows, self._tiled, self._blocks = int8.stored_rows, int8.tiled, int8.blocks
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -224,6 +227,6 @@ def has_kernels(team: Team) -> bool:
     """Whether layers are computed by PanelInt8."""
     if not isinstance(team, KernelTeam):
         return False
-    from engine.ops import cpu_int8
+    from engine.ops.cpu.products import int8
 
-    return cpu_int8.supported()
+    return int8.supported()

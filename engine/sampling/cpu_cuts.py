@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from engine.ops.cpu_llvm import as_u32, cached
+from engine.ops.cpu.codegen.llvm import as_u32, cached
 
 U32, U64 = np.uint32, np.uint64
 _BUCKETS = 2048

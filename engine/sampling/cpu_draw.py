@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numba import njit
 
-from engine.ops.cpu_llvm import as_u32, cached
+from engine.ops.cpu.codegen.llvm import as_u32, cached
 
 F, U32, U64 = np.float32, np.uint32, np.uint64
 _M0, _M1 = U64(0xD2511F53), U64(0xCD9E8D57)

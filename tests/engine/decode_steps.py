@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import cpu_int8
+from engine.ops.cpu.products import int8
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 
 PAGE, BLOCKS = 16, 96
-needs_int8 = pytest.mark.skipif(not cpu_int8.supported(), reason="this CPU has no AVX512-VNNI")
+needs_int8 = pytest.mark.skipif(not int8.supported(), reason="this CPU has no AVX512-VNNI")
 NO_LIST = (
     "olmo2",
     "olmo2-biases-mqa",

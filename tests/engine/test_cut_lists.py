@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import decode_jobs
 from engine.layers.moe import Moe
 from engine.lora.loaded import LoadedAdapters
-from engine.ops import cpu_jobs
+from engine.ops.cpu.jobs import JOB
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from tests.engine.decode_steps import NO_LIST, needs_int8
@@ -109,7 +109,7 @@ def assert_counted(ranks: list[ModelRunner]) -> None:
         jobs._fit(20)
         parts = jobs._parts
         kept = decode_jobs.most_bytes(one._decoder, one._ops, one._attention, parts.team, 20)
-        lists = decode_jobs.KEPT_LISTS * cpu_jobs.JOB * 8 * parts.count_of_jobs(True)
+        lists = decode_jobs.KEPT_LISTS * JOB * 8 * parts.count_of_jobs(True)
         assert kept == sum(buffer.nbytes for buffer in vars(jobs._work).values()) + lists
 
 

@@ -17,8 +17,9 @@ from cluster.config.worker import EngineConfig
 from cluster.process import huge_pages
 from engine import decode_jobs
 from engine.build import load_model
-from engine.ops import cpu_jobs, cpu_products
-from engine.ops.team import KernelTeam
+from engine.ops.cpu.jobs import ADD_NORM, AHEAD, AHEAD_BYTES, GATE, KERNEL, LEFT, MULTIPLY, READS
+from engine.ops.cpu.products import bf16
+from engine.ops.cpu.team import KernelTeam
 from engine.plan import ExportSink, PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
@@ -158,7 +159,7 @@ def test_a_list_runs_its_jobs_in_order(threads, rows):
     for number in range(200):
         first, second = x[number % 2], x[1 - number % 2]
         where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0, 1)
-        jobs.append((cpu_jobs.ADD_NORM, rows, where))
+        jobs.append((ADD_NORM, rows, where))
     results = {}
     for name, team in (
         ("one thread, one by one", KernelTeam(1, torch.float32, 8)),
@@ -182,15 +183,15 @@ def test_a_list_runs_its_jobs_in_order(threads, rows):
 
 def test_the_jobs_before_a_product_prefetch_its_weights():
     """Each another part of them; after the last product nothing is prefetched."""
-    first, second, part = 1 << 20, 2 << 20, cpu_jobs.AHEAD_BYTES
-    norm, gate = (cpu_jobs.ADD_NORM, 1, (1, 2, 3, 4, 8, 0, 0)), (cpu_jobs.GATE, 1, (1, 2, 8))
-    products = [(cpu_jobs.MULTIPLY, 2, (9, 1, 64, at, 9, 9, 64)) for at in (first, second)]
+    first, second, part = 1 << 20, 2 << 20, AHEAD_BYTES
+    norm, gate = (ADD_NORM, 1, (1, 2, 3, 4, 8, 0, 0)), (GATE, 1, (1, 2, 8))
+    products = [(MULTIPLY, 2, (9, 1, 64, at, 9, 9, 64)) for at in (first, second)]
     listed = KernelTeam(1, torch.bfloat16, 8).compile(
         [norm, gate, products[0], norm, gate, products[1], norm]
     )
-    ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist()
+    ahead = listed[:, AHEAD - KERNEL].tolist()
     assert ahead == [first, first + part, second, second + part, second + 2 * part, 0, 0]
-    reads_first = listed[:, cpu_jobs.READS - cpu_jobs.KERNEL].tolist()
+    reads_first = listed[:, READS - KERNEL].tolist()
     assert reads_first == [0, 0, 1, 0, 0, 1, 0]
 
 
@@ -202,15 +203,15 @@ def test_a_job_on_its_own_prefetches_nothing(checkpoint):
     runner.execute(StepPlan(items, []))
     assert runner._decode_jobs is not None
     row = runner._decode_jobs._parts.team._row
-    row[cpu_jobs.AHEAD] = 1
+    row[AHEAD] = 1
     one_by_one(runner, StepPlan(items, []))
-    assert row[cpu_jobs.AHEAD] == 0
+    assert row[AHEAD] == 0
 
 
 def test_panels_begin_a_huge_page():
     """From 2 MiB on: a row is multiplied from them at the speed of reading."""
     weight = torch.arange(1024 * 1056, dtype=torch.float32).to(torch.bfloat16).view(1056, 1024)
-    panels = cpu_products.pack(weight)
+    panels = bf16.pack(weight)
     assert panels.data_ptr() % huge_pages.HUGE_PAGE == 0
     assert torch.equal(panels.transpose(1, 2).reshape(1056, 1024), weight)
 
@@ -241,7 +242,7 @@ def test_a_helper_that_has_left_is_called_again_before_its_thread_is_free():
     assert len(called) == 2
     team._wake()
     assert len(called) == 2
-    team._row[cpu_jobs.LEFT] += 1
+    team._row[LEFT] += 1
     team._wake()
     assert len(called) == 3
 

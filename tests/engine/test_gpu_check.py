@@ -62,7 +62,7 @@ print(*sorted({{one for name in found for one in owners.get(name, ())}}))
 # Of the card's path, beside the tests: imported where they are used.
 USED = [
     "engine.attention.triton_backend",
-    "engine.ops.triton_ops",
+    "engine.ops.cuda.ops",
     "engine.graphs.cuda",
     "kv_transfer.device.cuda",
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import kv_blocks, kv_conversion
-from engine.ops import cpu_conversion
+from engine.ops.cpu.conversion import write_part as write_part_by_kernel
 from engine.request import EngineRequest
 from kv_transfer.layout.conversion import Conversion
 from tests.engine.kv_moves import PAGE, move, random
@@ -26,7 +26,7 @@ def test_a_part_is_converted_as_torch_does_it(page, dtype) -> None:
     numbers[3], numbers[4, 5], numbers[5] = 0.0, -math.inf, torch.arange(dim) - 5.5
     numbers[5, 0] = 127.0
     found = []
-    for write in (kv_blocks.write_part, cpu_conversion.write_part):
+    for write in (kv_blocks.write_part, write_part_by_kernel):
         cache = torch.full((9, 4, 2, 5, page, dim + 2), 7, dtype=torch.int8)
         write(cache[:, 1:3, :, 2:5], numbers.to(dtype).flatten(), torch.tensor([8, 0, 3, 5]), offset)
         found.append(cache)
@@ -34,10 +34,10 @@ def test_a_part_is_converted_as_torch_does_it(page, dtype) -> None:
     assert int(scales.isnan().sum()) == 1 and torch.equal(scales.isnan(), own_scales.isnan())
     sound = ~scales.isnan()
     assert torch.equal(codes[sound], own_codes[sound]) and torch.equal(scales[sound], own_scales[sound])
-    assert kv_conversion.writer(found[0], dtype) is cpu_conversion.write_part
+    assert kv_conversion.writer(found[0], dtype) is write_part_by_kernel
 
 
-@pytest.mark.parametrize("write_part", [kv_blocks.write_part, cpu_conversion.write_part])
+@pytest.mark.parametrize("write_part", [kv_blocks.write_part, write_part_by_kernel])
 @pytest.mark.parametrize("decode_tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_kv_in_bf16_is_converted_as_it_is_scattered(decode_tp, write_part, checkpoint) -> None:
     """The blocks are, to the last bit, what rounding the prefill worker's numbers gives, and no other block is written."""

@@ -20,8 +20,9 @@ from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
 from engine.model.rotary import tables
 from engine.ops.base import LayerOps, OpsShape
-from engine.ops.cpu_ops import CpuOps
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.ops import CpuOps
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.ops.torch_ops import TorchOps
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest

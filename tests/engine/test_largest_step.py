@@ -42,7 +42,7 @@ def test_the_pool_comes_after_the_weights_and_the_largest_step(checkpoint, monke
 def test_buffers_of_listed_decode_steps_are_counted(checkpoint, monkeypatch) -> None:
     """They grow in the first large batch, and are still there when the largest step runs."""
     decode_jobs = pytest.importorskip("engine.decode_jobs")
-    cpu_jobs = pytest.importorskip("engine.ops.cpu_jobs")
+    job_bytes = pytest.importorskip("engine.ops.cpu.jobs").JOB * 8
     memory = Loading(monkeypatch, 100 * MIB, peak=7 * MIB)
     config = EngineConfig(
         model=checkpoint("llama"), device="cpu", dtype="bfloat16", max_model_len=256, max_batch_requests=20
@@ -58,7 +58,7 @@ def test_buffers_of_listed_decode_steps_are_counted(checkpoint, monkeypatch) -> 
         jobs._fit(rows)
     assert len(jobs._work.x) == 32
     buffers = sum(one.nbytes for one in vars(jobs._work).values())
-    lists = decode_jobs.KEPT_LISTS * cpu_jobs.JOB * 8 * (9 * loaded.model_config.num_layers + 3)
+    lists = decode_jobs.KEPT_LISTS * job_bytes * (9 * loaded.model_config.num_layers + 3)
     assert kept == buffers + lists
 
 

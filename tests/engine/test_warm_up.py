@@ -136,7 +136,7 @@ def test_a_pool_of_one_block_is_enough(model):
 
 def start(model: Path, dtype: str, kv_dtype: str, cache: Path) -> dict[str, object]:
     """What numba compiled in the start of a new process, and in the requests after it."""
-    command = [sys.executable, "-m", "tests.engine.ops.compiled_by_requests", str(model), dtype, kv_dtype]
+    command = [sys.executable, "-m", "tests.engine.ops.cpu.compiled_by_requests", str(model), dtype, kv_dtype]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False

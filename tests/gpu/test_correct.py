@@ -15,7 +15,8 @@ from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import TORCH_PAGE_SIZES, torch_varlen
 from engine.model.config import ModelConfig
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.plan import PlanItem, StepPlan
 from tests.engine.steps import buffers_of
 from tests.gpu.answers import NEW, generate, runner_of, same_but_for_ties

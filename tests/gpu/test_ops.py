@@ -19,7 +19,7 @@ def test_the_operations_are_those_of_torch(heads, norms, activation, dtype, devi
     if device != "cuda":
         pytest.skip("kernels for CUDA")
     pytest.importorskip("triton")
-    from engine.ops.triton_ops import TritonOps
+    from engine.ops.cuda.ops import TritonOps
 
     torch.manual_seed(0)
     query, kv, dim = heads
@@ -56,7 +56,7 @@ def test_a_single_row_is_multiplied_as_by_torch(outputs, inputs, biased, device)
     if device != "cuda":
         pytest.skip("a kernel for CUDA")
     pytest.importorskip("triton")
-    from engine.ops.triton_ops import multiply_row
+    from engine.ops.cuda.ops import multiply_row
 
     torch.manual_seed(0)
     x, weight = (torch.randn(rows, inputs, device=device).bfloat16() for rows in (1, outputs))

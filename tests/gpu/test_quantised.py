@@ -170,9 +170,9 @@ def test_products_with_codes_are_those_of_expanded_weights(outputs, inputs, grou
     torch.manual_seed(0)
     weight = coded_weight(kind, group, outputs, inputs, device)
     matrix, bias = weight.expanded(torch.bfloat16), torch.randn(outputs, device=device).bfloat16()
-    from engine.ops import triton_codes
+    from engine.ops.cuda import coded_products
 
-    assert torch.equal(triton_codes.expand(weight, 0, outputs, torch.bfloat16), matrix)
+    assert torch.equal(coded_products.expand(weight, 0, outputs, torch.bfloat16), matrix)
     layer, exact = CodedLinear(weight, bias), weight.expanded(torch.float32).double()
     for rows in ROWS:
         x = torch.randn(rows, inputs, device=device).bfloat16()

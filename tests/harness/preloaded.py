@@ -41,7 +41,7 @@ CLUSTER_MODULES = (
     "decode_worker.worker",
     "engine.build",
     "engine.attention.paged_cpu",
-    "engine.ops.cpu_ops",
+    "engine.ops.cpu.ops",
     "engine.sampling.cpu_draw",
     "engine.sampling.cpu_cuts",
     "numba.np.arraymath",

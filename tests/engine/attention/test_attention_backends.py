@@ -15,7 +15,8 @@ from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.registry import Features
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from tests.engine.attention.attention_steps import DIM, HEADS, KV, LAYERS, PAGE, reference, step
 from tests.engine.steps import buffers_of
 

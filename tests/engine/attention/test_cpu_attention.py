@@ -15,8 +15,10 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
-from engine.ops import cpu_products, cpu_wide_prompts
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.attention import wide_prompts
+from engine.ops.cpu.products import bf16
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.plan import PlanItem
 from tests.engine.attention.attention_steps import DIM, HEADS, KV, LAYERS, PAGE, step
 from tests.engine.steps import buffers_of
@@ -173,7 +175,7 @@ EACH_KERNEL = """
 import torch
 from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.ops.team import KernelTeam
+from engine.ops.cpu.team import KernelTeam
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
 
@@ -209,7 +211,7 @@ def test_kernels_use_no_memory_that_is_freed(dtype):
 @pytest.mark.parametrize(("window", "dtype", "dim"), [(0, torch.float32, 8), (300, torch.bfloat16, 40)])
 def test_prompts_in_fp32_are_the_same_in_any_chunks(window, dtype, dim, threads, monkeypatch):
     """To the last bit, on any number of threads; what lies behind a sequence's end or before its window is not read."""
-    monkeypatch.setattr(cpu_products, "has_instruction", lambda: dtype is torch.float32)
+    monkeypatch.setattr(bf16, "has_instruction", lambda: dtype is torch.float32)
     heads, kv, tokens = 6, 2, 777
     torch.manual_seed(0)
     blocks = torch.randperm(60)[: -(-tokens // PAGE)].tolist()
@@ -247,6 +249,6 @@ def test_prompts_in_fp32_are_the_same_in_any_chunks(window, dtype, dim, threads,
 
 def test_rows_of_prompts_are_parted_for_threads():
     """In parts of at most SPAN rows, and several for a thread where a part is worth widening keys for."""
-    of = cpu_wide_prompts.spans
+    of = wide_prompts.spans
     assert [of(rows, 8, 1) for rows in (2, 768, 769, 8192)] == [1, 1, 2, 11]
     assert [of(rows, 1, 4) for rows in (2, 100, 200, 768, 8192)] == [1, 1, 2, 8, 11]

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.ops import cpu_products, cpu_prompts, cpu_tiles
-from engine.ops.team import KernelTeam
+from engine.ops.cpu.attention import prompts
+from engine.ops.cpu.codegen import tile_registers
+from engine.ops.cpu.products import bf16
+from engine.ops.cpu.team import KernelTeam
 
-HEADS, KV, DIM, TOKENS = 4, 2, 32, 3 * cpu_prompts.BLOCK - 40
+HEADS, KV, DIM, TOKENS = 4, 2, 32, 3 * prompts.BLOCK - 40
 FORMS = [
     pytest.param(
         amx,
         marks=pytest.mark.skipif(
-            not (cpu_tiles.supported() if amx else cpu_products.has_instruction()), reason="not on this CPU"
+            not (tile_registers.supported() if amx else bf16.has_instruction()), reason="not on this CPU"
         ),
         id="amx" if amx else "panels",
     )
@@ -34,7 +36,7 @@ class Prompt:
         cache = torch.zeros(1, 1, 2, KV, 16, DIM, dtype=torch.bfloat16)
         shape = AttentionShape(HEADS, KV, DIM, 16, (window,))
         self.backend = PagedCpuBackend(shape, cache, KernelTeam(threads, torch.bfloat16, DIM))
-        self.backend._amx, self.backend._least_rows = amx, cpu_tiles.TILE_ROWS if amx else cpu_prompts.ROWS
+        self.backend._amx, self.backend._least_rows = amx, tile_registers.TILE_ROWS if amx else prompts.ROWS
         self.window, self.sinks = window, sinks
         self.q, self.k, self.v = (torch.randn(TOKENS, heads, DIM).bfloat16() * 3 for heads in (HEADS, KV, KV))
         if growing:  # each block's largest score is above the one before

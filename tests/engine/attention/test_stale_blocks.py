@@ -13,7 +13,8 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.plan import PlanItem
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, make_engine, run, runners

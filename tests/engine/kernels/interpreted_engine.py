@@ -14,7 +14,7 @@ from engine.attention import registry
 from engine.attention.triton_backend import TritonBackend
 from engine.build import load_model
 from engine.graphs.base import Recording
-from engine.ops.triton_ops import TritonOps
+from engine.ops.cuda.ops import TritonOps
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from engine.step_buffers import StepBuffers

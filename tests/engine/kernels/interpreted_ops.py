@@ -12,11 +12,11 @@ from engine.attention import triton_kernels as attention_kernels
 from engine.attention.base import AttentionShape
 from engine.attention.triton_backend import TritonBackend
 from engine.layers.linear import CudaLinear
-from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
+from engine.ops.cuda import kernels
+from engine.ops.cuda.conversion import write_part
+from engine.ops.cuda.ops import TritonOps, multiply_row
 from engine.ops.torch_ops import TorchOps
-from engine.ops.triton_conversion import write_part
-from engine.ops.triton_ops import TritonOps, multiply_row
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
 

@@ -12,8 +12,8 @@ from cluster.config.worker import EngineConfig
 from engine.attention import registry
 from engine.build import load_model
 from engine.layers.linear import CodedLinear
-from engine.ops import triton_codes, triton_int8
 from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
+from engine.ops.cuda import coded_products, int8_products
 from engine.plan import PlanItem, StepPlan
 from engine.quant import int8
 from engine.quant.int8 import CudaInt8, TorchInt8
@@ -33,13 +33,13 @@ def test_rows_are_rounded_as_on_cpus(width, given):
     x[0], x[1], x[2] = 0.0, 1e-35, torch.arange(width) % 200 / 2
     x[2, 0] = 127.0
     largest = x.abs().amax(1) * 1.7 if given else None
-    codes, scales = triton_int8.quantize(x, -(-width // 16) * 16, largest)
+    codes, scales = int8_products.quantize(x, -(-width // 16) * 16, largest)
     expected, of_rows = fake_quant.quantize(x, largest)
     assert torch.equal(codes[:, :width].double(), expected) and not codes[:, width:].any()
     assert torch.equal(scales, of_rows[:, 0])
     if not given:
         x[3, 5], x[4, 5], x[5, 5] = math.nan, math.inf, -math.inf
-        scales = triton_int8.quantize(x, -(-width // 16) * 16)[1]
+        scales = int8_products.quantize(x, -(-width // 16) * 16)[1]
         assert not scales[3:].isfinite().any() and scales[:3].isfinite().all()
 
 
@@ -83,7 +83,7 @@ def test_products_with_codes_are_those_of_the_expanded_weights(kind, group):
     outputs, inputs = 37, 320
     weight, bias = coded(kind, group, outputs, inputs), torch.randn(outputs)
     matrix = weight.expanded(torch.float32)
-    assert torch.equal(triton_codes.expand(weight, 0, outputs, torch.float32), matrix)
+    assert torch.equal(coded_products.expand(weight, 0, outputs, torch.float32), matrix)
     for added in (bias, None):
         layer = CodedLinear(weight, added)
         for rows in (1, 2, 17, 66, 140) if added is not None else (1, 3, 0):
@@ -119,7 +119,7 @@ def test_weights_are_expanded_a_part_at_a_time(monkeypatch):
     torch.manual_seed(0)
     weight, x = coded(NIBBLES, 32, 37, 64), torch.randn(140, 64)
     expected = CodedLinear(weight, None)(x)
-    monkeypatch.setattr(triton_codes, "EXPANDED", 64 * 16)
+    monkeypatch.setattr(coded_products, "EXPANDED", 64 * 16)
     # Matrix products of other widths add in another order: float32 sums of 64 terms up to 50 differ in their last bits.
     torch.testing.assert_close(CodedLinear(weight, None)(x), expected, rtol=1e-5, atol=1e-3)
 

@@ -14,13 +14,11 @@ import torch
 from cluster.protocol.kv_format import SCALE_BYTES
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
-from engine.ops import triton_codes, triton_int8
-from engine.ops import triton_conversion as conversion
-from engine.ops import triton_kernels as small
-from engine.ops import triton_products as products
 from engine.ops.base import OpsShape
 from engine.ops.codes import BYTES, FP8, NIBBLES
-from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
+from engine.ops.cuda import coded_products, conversion, int8_products, products
+from engine.ops.cuda import kernels as small
+from engine.ops.cuda.ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INTS = ("table", "rows", "ends", "cu_q", "singles", "arrived")
@@ -191,7 +189,7 @@ CODES = {
 def check_int8(capability: int, kind: str, rows: tuple[int, ...]) -> None:
     """A product of as many rows as in each of `rows`."""
     for given in (False, True):
-        sizes = triton_int8.quantize_sizes(14_336)
+        sizes = int8_products.quantize_sizes(14_336)
         check_sized(
             capability, products.quantize_rows, kind, sizes, {"GIVEN": given}, {**CODES, "x": f"*{kind}"}
         )
@@ -199,10 +197,10 @@ def check_int8(capability: int, kind: str, rows: tuple[int, ...]) -> None:
         words = dict.fromkeys(("x", "weight"), "*i32")
         form = {"BIASED": biased}
         check_sized(
-            capability, products.multiply_row_int8, kind, triton_int8.ROW_SIZES, form, {**CODES, **words}
+            capability, products.multiply_row_int8, kind, int8_products.ROW_SIZES, form, {**CODES, **words}
         )
     for count in rows:
-        sizes = triton_int8.tile_sizes(count, hopper=capability == 90)
+        sizes = int8_products.tile_sizes(count, hopper=capability == 90)
         for whole in (True, False):
             form = {"BIASED": True, "WHOLE": whole}
             check_sized(capability, products.multiply_int8, kind, sizes, form, CODES)
@@ -216,16 +214,16 @@ OF_CODES = {
 
 
 def check_codes(capability: int, code: str, group: int, rows: tuple[int, ...]) -> None:
-    kind: dict[str, object] = {"KIND": triton_codes.KINDS[code]}
-    expand = {"BLOCK": triton_codes.EXPAND_BLOCK, "num_warps": 4}
+    kind: dict[str, object] = {"KIND": coded_products.KINDS[code]}
+    expand = {"BLOCK": coded_products.EXPAND_BLOCK, "num_warps": 4}
     check_sized(capability, products.expand_codes, "bf16", expand, kind, OF_CODES)
     for biased in (False, True):
         form = {**kind, "GROUP": group, "BIASED": biased}
-        sizes = triton_codes.row_sizes(code, group)
+        sizes = coded_products.row_sizes(code, group)
         check_sized(capability, products.multiply_row_codes, "bf16", sizes, form, OF_CODES)
         for count in rows:
             for whole in (True, False):
-                sizes = triton_codes.tile_sizes(count, group)
+                sizes = coded_products.tile_sizes(count, group)
                 check_sized(
                     capability, products.multiply_codes, "bf16", sizes, {**form, "WHOLE": whole}, OF_CODES
                 )
@@ -250,7 +248,7 @@ def check_sized(capability, kernel, kind, sizes, form, kinds) -> None:
     """`sizes`: constants and options together, as kernels are called with them."""
     options = {name: value for name, value in sizes.items() if name.islower()}
     constants = {name: value for name, value in sizes.items() if name.isupper()}
-    check(capability, kernel, kind, {**constants, **form}, {**options, **triton_int8.OPTIONS}, kinds)
+    check(capability, kernel, kind, {**constants, **form}, {**options, **int8_products.OPTIONS}, kinds)
 
 
 def test_int8_products_compile():

@@ -24,8 +24,8 @@ from triton.runtime.driver import driver
 from cluster.config.worker import EngineConfig
 from engine.attention import registry
 from engine.build import load_model
-from engine.ops import triton_kernels as small
-from engine.ops.triton_ops import OPTIONS
+from engine.ops.cuda import kernels as small
+from engine.ops.cuda.ops import OPTIONS
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from kv_transfer.device import sum64

@@ -14,7 +14,8 @@ from engine.build import load_model
 from engine.layers.linear import NibbleLinear
 from engine.lora.adapted_linear import base_of
 from engine.lora.loaded import LoadedAdapters
-from engine.ops import cpu_products, cpu_tiles
+from engine.ops.cpu.codegen import tile_registers
+from engine.ops.cpu.products import bf16
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from tests.engine.decode_steps import NO_LIST, needs_int8, one_by_one
@@ -86,9 +87,11 @@ def test_a_list_is_the_operations_to_the_last_bit(variant, quantization, checkpo
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.skipif(not bf16.has_instruction(), reason="this CPU has no AVX512-BF16")
 def test_a_list_over_weights_in_four_bits(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_tiles, "supported", lambda *kind: False)  # the weights may be otherwise with AMX
+    monkeypatch.setattr(
+        tile_registers, "supported", lambda *kind: False
+    )  # the weights may be otherwise with AMX
     runner = check_lists(checkpoint("gemma3"), tmp_path, "int4")
     assert all(type(base_of(one.output)) is NibbleLinear for one in runner._decoder.layers)
 

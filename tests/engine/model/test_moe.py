@@ -18,8 +18,8 @@ from engine.model import make_moe, weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
+from engine.ops.cpu.team import KernelTeam
 from engine.ops.moe import Routing, Sorted
-from engine.ops.team import KernelTeam
 from engine.parallel.group import NullGroup
 
 COUNT, HIDDEN, INNER, TOKENS = 8, 32, 48, 70

@@ -22,8 +22,8 @@ from engine.layers.linear import join
 from engine.model.config import ModelConfig
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
-from engine.ops import cpu_nibbles, cpu_products
 from engine.ops.codes import NIBBLES, CodedWeight
+from engine.ops.cpu.products import bf16, nibbles
 from engine.quant import coded, expand, formats, stored
 from engine.quant.formats import FORMATS
 from engine.request import EngineRequest, SamplingParams
@@ -172,14 +172,14 @@ def test_codes_that_are_kept_take_what_is_said(name) -> None:
 @pytest.mark.parametrize("name", ["awq", "w4a16", "w4a16-asymmetric"])
 def test_panels_of_codes_on_a_cpu_take_what_is_said(name, monkeypatch) -> None:
     """Beside padding to whole panels: all matrices of these checkpoints fill theirs."""
-    monkeypatch.setattr(cpu_nibbles, "supported", lambda: True)
+    monkeypatch.setattr(nibbles, "supported", lambda: True)
     model = ModelConfig.read(GOLDEN / name)
     config = EngineConfig(model=GOLDEN / name, dtype="bfloat16", attention_backend="cpu")
     checkpoint, taken_bytes = coded_of(GOLDEN / name), 2 * (64 * 64 * 2 + 2 * 64)
     for part, shape in SHAPES.items():
         found = checkpoint.matrix(f"model.layers.0.{part}.weight", *shape)
         assert isinstance(found, CodedWeight)
-        taken_bytes += cpu_nibbles.pack(found)[0].nbytes
+        taken_bytes += nibbles.pack(found)[0].nbytes
     assert build.weight_bytes(model, config) == taken_bytes
 
 
@@ -318,9 +318,9 @@ def test_weights_take_what_they_are_expanded_to(name) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_bytes_are_said_before_weights_are_read(kept, monkeypatch) -> None:
-    if kept and not cpu_products.has_instruction():
+    if kept and not bf16.has_instruction():
         pytest.skip("this CPU has no AVX512-BF16")
-    monkeypatch.setattr(cpu_nibbles, "supported", lambda: kept)
+    monkeypatch.setattr(nibbles, "supported", lambda: kept)
     lines: list[str] = []
     config = EngineConfig(model=GOLDEN / "awq", dtype="bfloat16", kv_memory_bytes=1 << 20)
     build.load_model(config, tell=lines.append)

@@ -16,8 +16,11 @@ from engine import build
 from engine.build import load_model
 from engine.layers.linear import Int8Weight, JobLinear
 from engine.layers.moe import Mlp
-from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
-from engine.ops.team import KernelTeam, Team
+from engine.ops.cpu.codegen import tile_registers
+from engine.ops.cpu.jobs import AHEAD, KERNEL, MULTIPLY_INT8, QUANTIZE
+from engine.ops.cpu.products import int8 as products
+from engine.ops.cpu.team import KernelTeam
+from engine.ops.team import Team
 from engine.parallel.group import NullGroup
 from engine.plan import PlanItem, StepPlan
 from engine.quant import int8
@@ -89,7 +92,7 @@ def test_rows_are_rounded_to_the_nearest_even_integers(dtype, given) -> None:
 
     def quantize() -> None:
         where = (x.data_ptr(), INPUTS, codes.data_ptr(), 128, scales.data_ptr())
-        team.run(cpu_jobs.QUANTIZE, 40, (*where, 0 if largest is None else largest.data_ptr(), 0))
+        team.run(QUANTIZE, 40, (*where, 0 if largest is None else largest.data_ptr(), 0))
 
     quantize()
     expected, of_rows = fake_quant.quantize(x, largest)
@@ -109,7 +112,7 @@ def layer(form: str, dtype: torch.dtype, bias: Tensor | None, threads: int = 1) 
     made = PanelInt8(weight, bias, None, KernelTeam(threads, dtype, 16), Scratch())
     if form == "vectors":
         made._amx = 0
-    elif not cpu_tiles.supported(cpu_tiles.INT8):
+    elif not tile_registers.supported(tile_registers.INT8):
         pytest.skip("this CPU has no AMX")
     return made
 
@@ -153,7 +156,7 @@ def test_all_forms_give_the_same_numbers(dtype) -> None:
     x[1::2] = -1.0
     team, expected = KernelTeam(1, dtype, 16), fake_quant.product(x, weight.codes, weight.scales, None)
     assert expected.abs().min() == 4096 * 127
-    for amx in {0, int(cpu_tiles.supported(cpu_tiles.INT8))}:
+    for amx in {0, int(tile_registers.supported(tile_registers.INT8))}:
         made = PanelInt8(weight, None, None, team, Scratch())
         made._amx = amx
         assert torch.equal(made(x), expected.to(dtype))
@@ -179,12 +182,12 @@ def test_blocks_of_rows_and_slices_of_inputs_give_the_same_numbers(form, monkeyp
     torch.testing.assert_close(
         expected, fake_quant.product(x, weight.codes, weight.scales, None), atol=2e-5, rtol=1e-6
     )
-    monkeypatch.setattr(cpu_int8, "_ROWS_BYTES", 0)
-    monkeypatch.setattr(cpu_int8, "_TILED_ROWS_BYTES", 0)
+    monkeypatch.setattr(products, "_ROWS_BYTES", 0)
+    monkeypatch.setattr(products, "_TILED_ROWS_BYTES", 0)
     amx = int(form == "tiles")
-    if amx and not cpu_tiles.supported(cpu_tiles.INT8):
+    if amx and not tile_registers.supported(tile_registers.INT8):
         pytest.skip("this CPU has no AMX")
-    assert cpu_int8.blocks(150, cpu_int8.padded(inputs), amx) == (5 if amx else 13)
+    assert products.blocks(150, products.padded(inputs), amx) == (5 if amx else 13)
     for threads in (1, 2):
         made = PanelInt8(weight, None, None, KernelTeam(threads, dtype, 16), Scratch())
         made._amx = amx
@@ -277,10 +280,10 @@ def test_a_model_without_norms_before_its_parts_has_no_list(checkpoint) -> None:
 
 @needs_int8
 def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
-    quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0, 0))
-    product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0, 1))
+    quantize = (QUANTIZE, 1, (1, 64, 2, 64, 3, 0, 0))
+    product = (MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0, 1))
     listed = KernelTeam(1, torch.bfloat16, 8).compile([quantize, product, quantize])
-    assert listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist() == [1 << 20, 0, 0]
+    assert listed[:, AHEAD - KERNEL].tolist() == [1 << 20, 0, 0]
 
 
 @needs_int8

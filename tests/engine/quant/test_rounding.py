@@ -12,8 +12,8 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
 from engine.model.config import ModelConfig
-from engine.ops import cpu_nibbles, cpu_products
 from engine.ops.codes import FP8, NIBBLES
+from engine.ops.cpu.products import bf16, nibbles
 from engine.quant import coded, formats, stored
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_a_checkpoint_of_rounded_numbers(how, variant, check
     assert plain != expected, "rounding shows in these tokens"
 
 
-@pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.skipif(not bf16.has_instruction(), reason="this CPU has no AVX512-BF16")
 def test_a_cpu_keeps_the_four_bits(checkpoint):
     lines: list[str] = []
     model = checkpoint("llama")
@@ -132,7 +132,7 @@ def test_a_cpu_keeps_the_four_bits(checkpoint):
 
 @pytest.mark.parametrize(("how", "bytes_"), [("int4", 0.5), ("fp8", 1.0)])
 def test_weights_are_counted_with_their_scales_where_codes_are_kept(how, bytes_, describe_model, monkeypatch):
-    monkeypatch.setattr(cpu_nibbles, "supported", lambda: True)
+    monkeypatch.setattr(nibbles, "supported", lambda: True)
     config = EngineConfig(model=describe_model, dtype="bfloat16", quantization=how, attention_backend="cpu")
     model = ModelConfig.read(describe_model)
     plain = build.weight_bytes(model, config.model_copy(update={"quantization": "auto"}))
@@ -159,7 +159,7 @@ def test_groups_that_end_short_are_kept_and_counted_and_ranks_cut_them(ranks, de
     raw = json.loads((describe_model / "config.json").read_text())
     raw |= {"hidden_size": 320, "intermediate_size": 448}
     (describe_model / "config.json").write_text(json.dumps(raw))
-    monkeypatch.setattr(cpu_nibbles, "supported", lambda: True)
+    monkeypatch.setattr(nibbles, "supported", lambda: True)
     model = ModelConfig.read(describe_model)
     config = EngineConfig(
         model=describe_model,
