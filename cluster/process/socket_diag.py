@@ -59,7 +59,7 @@ def unread_connections(port: int) -> list[Unread]:
 
 
 def unacknowledged_connections(port: int) -> list[Unacknowledged]:
-    """Return those of this port, in this network namespace, of whatever process. Raises OSError, as `unread_connections`."""
+    """Return those of this port, as `unread_connections`. Raises OSError."""
 
     def made(one: _Entry) -> Unacknowledged:
         return Unacknowledged(one.inode, one.count(_ACKNOWLEDGED))

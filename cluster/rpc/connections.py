@@ -4,8 +4,8 @@ gRPC begins no write on a connection before it has read all that has arrived, an
 (GOAWAY) is written. A client that sends faster than gRPC parses, window updates for example, thus keeps its connection
 beyond every limit of time, and a server that stops would wait for it without end.
 
-Nor does gRPC bound how long a client may leave what was written to it unread: each call on such a connection, a refused one
-too, waits in memory for its status to leave.
+Nor does gRPC bound how long a client may leave what was written to it unread: each call on such a connection, also a
+refused one, waits in memory for its status to leave.
 """
 
 from __future__ import annotations
