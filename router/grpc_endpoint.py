@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Sequence
 
 import grpc
 
@@ -18,7 +19,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.rpc import connections, health
 from cluster.rpc.compression import UNCOMPRESSED
-from cluster.rpc.connections import FloodWatch
+from cluster.rpc.connections import FloodWatch, StallWatch, Watch
 from cluster.rpc.health import Health
 from cluster.rpc.pending_calls import pending_calls
 from cluster.security.identity import Identity
@@ -93,7 +94,7 @@ class GrpcEndpoint:
             for _ in range(grpc_servers(config))
         ]
         self._port = config.grpc_port
-        self._floods: FloodWatch | None = None
+        self._watches: Sequence[Watch] = ()
         self.health = Health(config.max_health_watchers, config.write_seconds)
 
     @property
@@ -117,8 +118,12 @@ class GrpcEndpoint:
             self._spread()
         for server in self._servers:
             await server.start()
-        self._floods = FloodWatch(self._port, self._config.header_seconds)
-        self._floods.start()
+        self._watches = (
+            FloodWatch(self._port, self._config.header_seconds),
+            StallWatch(self._port, self._config.write_seconds),
+        )
+        for watch in self._watches:
+            watch.start()
 
     def _listen(self, server: grpc.aio.Server) -> int:
         try:
@@ -143,8 +148,8 @@ class GrpcEndpoint:
         try:
             await connections.stop(self._servers, self._port, seconds)
         finally:
-            if self._floods is not None:
-                self._floods.close()
+            for watch in self._watches:
+                watch.close()
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""

@@ -3,6 +3,9 @@
 gRPC begins no write on a connection before it has read all that has arrived, and closes none before its last frame
 (GOAWAY) is written. A client that sends faster than gRPC parses, window updates for example, thus keeps its connection
 beyond every limit of time, and a server that stops would wait for it without end.
+
+Nor does gRPC bound how long a client may leave what was written to it unread: each call on such a connection, also a
+refused one, waits in memory for its status to leave.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import socket
 import stat
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from cluster.process.socket_diag import Unread, unread_connections
+from cluster.process.socket_diag import Unread, unacknowledged_connections, unread_connections
 
 log = logging.getLogger(__name__)
 
@@ -44,29 +48,26 @@ class _Flooded(NamedTuple):
     last: Unread
 
 
-class FloodWatch:
-    """Ends this process's connections on a port that have had unread bytes at each look for `seconds`, although bytes
-    were read before each of the last looks, and on which nothing was sent meanwhile.
+class Watch(ABC):
+    """Looks at a port's connections every POLL_SECONDS, on a thread of its own: what they send may keep an event loop
+    busy."""
 
-    HTTP/2's flow control lets no client send so long without an answer: it needs window updates. A connection that is
-    not read stays, as gRPC's threads may be at work elsewhere; so does one that they have just begun to read.
-    """
+    what = ""  # it ends, for the log
 
     def __init__(self, port: int, seconds: float):
+        """`seconds`: for which a connection must have been so, to be ended."""
         self._port = port
         # Counted: while the process stands still there are none.
         self._looks = math.ceil(seconds / POLL_SECONDS)
-        self._flooded: dict[int, _Flooded] = {}  # by inode
         self._closed = threading.Event()
-        # Not on the event loop, which headers of a flood may keep busy.
-        self._thread = threading.Thread(target=self._run, name="gRPC floods", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gRPC connections", daemon=True)
 
     def start(self) -> None:
         """Without effect, but for a line in the log, where the system does not show its connections."""
         try:
             unread_connections(self._port)
         except (OSError, AttributeError) as error:  # no such kernel; no such family of addresses
-            log.warning("a client that floods the gRPC port keeps its connection while it does so: %s", error)
+            log.warning("gRPC clients that %s keep their connections: %s", self.what, error)
         else:
             self._thread.start()
 
@@ -80,13 +81,39 @@ class FloodWatch:
                 self.look()
             except OSError as error:
                 if not failed:  # once, not each second
-                    log.warning("looking for floods at the gRPC port failed; retrying: %s", error)
+                    log.warning("looking for gRPC clients that %s failed; retrying: %s", self.what, error)
                 failed = True
             else:
                 failed = False
 
     def look(self) -> int:
         """Return how many connections it ended."""
+        late = self._late()
+        ended = end(self._port, late) if late else 0
+        if ended:
+            log.warning("ended %d gRPC connections of clients that %s", ended, self.what)
+        return ended
+
+    @abstractmethod
+    def _late(self) -> set[int]:
+        """Look, and return the inodes of connections to end."""
+
+
+class FloodWatch(Watch):
+    """Ends this process's connections on a port that have had unread bytes at each look for `seconds`, although bytes
+    were read before each of the last looks, and on which nothing was sent meanwhile.
+
+    HTTP/2's flow control lets no client send so long without an answer: it needs window updates. A connection that is
+    not read stays, as gRPC's threads may be at work elsewhere; so does one that they have just begun to read.
+    """
+
+    what = "send without a pause"
+
+    def __init__(self, port: int, seconds: float):
+        super().__init__(port, seconds)
+        self._flooded: dict[int, _Flooded] = {}  # by inode
+
+    def _late(self) -> set[int]:
         before, self._flooded = self._flooded, {}
         late = set()
         for now in unread_connections(self._port):
@@ -98,10 +125,32 @@ class FloodWatch:
                 late.add(now.inode)
             else:
                 self._flooded[now.inode] = _Flooded(looks, reads, now)
-        ended = end(self._port, late) if late else 0
-        if ended:
-            log.warning("ended %d gRPC connections on which clients sent without a pause", ended)
-        return ended
+        return late
+
+
+class StallWatch(Watch):
+    """Ends this process's connections on a port whose peers have acknowledged nothing at each look for `seconds`, though
+    something was written. What a stream's window holds back is not written: its connection stays, for the others."""
+
+    what = "read nothing"
+
+    def __init__(self, port: int, seconds: float):
+        super().__init__(port, seconds)
+        self._stalled: dict[
+            int, tuple[int, int]
+        ] = {}  # by inode: looks since the first one; acknowledged by then
+
+    def _late(self) -> set[int]:
+        before, self._stalled = self._stalled, {}
+        late = set()
+        for now in unacknowledged_connections(self._port):
+            looks, acknowledged = before.get(now.inode, (-1, now.acknowledged))
+            looks = looks + 1 if now.acknowledged == acknowledged else 0
+            if looks >= self._looks:
+                late.add(now.inode)
+            else:
+                self._stalled[now.inode] = looks, now.acknowledged
+        return late
 
 
 async def stop(servers: Sequence[Server], port: int, seconds: float) -> None:

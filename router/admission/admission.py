@@ -250,6 +250,11 @@ class Place:
         self._taken.part()
         self.model = ""
 
+    def keep_body(self) -> HeldBytes:
+        """What is held of the body or the answer, now its taker's to release: leaving the place does not."""
+        kept, self.body = self.body, self._admission.bodies.hold(self._caller.tenant)
+        return kept
+
     def leave(self) -> None:
         """Give the place back. May be called before the request has ended."""
         self.body.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from cluster.errors import DrainingError, OverloadedError
 from cluster.membership.types import WorkerInfo, grouped_by_adapters
 from router.dispatch.attempt_events import Ended
 from router.placement.kv_groups import kv_group_of
@@ -83,5 +84,8 @@ def _has(worker: WorkerInfo, digest: str) -> bool:
 
 
 def ended_by(event: Ended) -> Reason:
-    """Why a worker is excluded whose attempt has ended early: the stream broke, or the worker drains."""
-    return Reason.LOST if event.end is None else Reason.DRAINED
+    """Why a worker is excluded whose attempt has ended early, or that has not taken it in: the stream broke, or the worker
+    drains, or is full."""
+    if isinstance(event.reason, DrainingError):
+        return Reason.DRAINED
+    return Reason.REFUSED if isinstance(event.reason, OverloadedError) else Reason.LOST

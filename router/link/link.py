@@ -81,9 +81,10 @@ class WorkerLink:
     @property
     def silent_seconds(self) -> float:
         """Since the last beat or entry of the worker, or since it stopped reading; 0 while no connection is up."""
-        if self._connection is None:
+        connection = self._connection  # once: scrapes read it on their own thread
+        if connection is None:
             return 0.0
-        return self._loop.time() - min(self._received_at, self._connection.blocked_since)
+        return self._loop.time() - min(self._received_at, connection.blocked_since)
 
     @property
     def certificates(self) -> int | None:

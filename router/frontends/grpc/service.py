@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from pydantic import PlainValidator
 
-from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.errors import CancelledError, InvalidRequestError, OverloadedError
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from cluster.security.keys import Caller
 from router.admission.admission import Place
@@ -132,7 +132,7 @@ class InferenceService:
                 await expect_answer(gateway, caller, place, completions[0].served_model, size, size)
                 answer = await call.answer(completions, vectors, arrival)
                 place.body.hold_answer(len(answer), place.model)
-                await self._answer(answer, context)
+                await self._answer(answer, context, place)
 
     async def _admitted(self, caller: Caller, context: Context) -> Place:
         """Admission.admit. What is refused takes a step of low priority: its client may ask again at once."""
@@ -163,10 +163,15 @@ class InferenceService:
         most = max(gateway.config.max_json_elements, *contexts)
         return await parse(message, raw, gateway.low_priority, caller.tenant, most)
 
-    async def _answer(self, response: bytes, context: Context) -> None:
-        # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
-        await context.send_initial_metadata(())
-        await write_all(_only(response), context, self._gateway.config)
+    async def _answer(self, response: bytes, context: Context, place: Place) -> None:
+        """Raises CancelledError (cluster.errors) if its client reads nothing for `write_seconds`."""
+        try:
+            await write_all(_only(response), context, self._gateway.config)
+        except CancelledError:
+            # gRPC keeps it until the call ends, which may be as late as the connection's end: so long its bytes count.
+            kept = place.keep_body()
+            context.add_done_callback(lambda _: kept.release())  # type: ignore[arg-type]  # a class in the stubs
+            raise
 
     async def _completion(
         self, request: pb.GenerateRequest, context: Context, caller: Caller
@@ -226,7 +231,7 @@ class InferenceService:
                 answer = self._tokenized(await self._prompt(request, model, caller, None))
                 del request
             place.body.hold_answer(len(answer), place.model)
-            await self._answer(answer, context)
+            await self._answer(answer, context, place)
 
     def _tokenized(self, prompt: ChatPrompt) -> bytes:
         """The answer. While its client does not read it, only its bytes are kept: the list takes 15 times as many."""
@@ -258,7 +263,7 @@ class InferenceService:
                 for one, name, parent in listed(self._gateway.models)
                 if caller.may_name(name)
             ]
-            await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
+            await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context, place)
 
     async def _prompt(
         self,

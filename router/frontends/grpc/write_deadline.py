@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable
 
 from google.protobuf.message import Message
@@ -12,6 +11,8 @@ from google.protobuf.message import Message
 from cluster.config.router import RouterConfig
 from cluster.errors import CancelledError
 from router.frontends.grpc.gate import Context
+
+STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
 
 
 class WriteDeadline:
@@ -24,11 +25,12 @@ class WriteDeadline:
         self._seconds = seconds
         self._expired = expired
         self._since = 0.0  # 0 = not writing
-        self._timer = asyncio.get_running_loop().call_later(seconds / 4, self._check)
+        self._loop = asyncio.get_running_loop()
+        self._check_later()
 
     def begin(self) -> None:
         """A write begins now."""
-        self._since = time.monotonic()
+        self._since = self._loop.time()
 
     def end(self) -> None:
         """No write is under way."""
@@ -41,11 +43,20 @@ class WriteDeadline:
     def error(self) -> CancelledError:
         return CancelledError(f"the client read nothing for {self._seconds:g} s (write_seconds)")
 
+    def _check_later(self) -> None:
+        self._due = self._loop.time() + self._seconds / 4
+        self._timer = self._loop.call_later(self._seconds / 4, self._check)
+
     def _check(self) -> None:
-        if self._since and time.monotonic() - self._since > self._seconds:
+        now = self._loop.time()
+        if (
+            self._since and now - self._due > STOPPED_SECONDS
+        ):  # what the client has read meanwhile is not known yet
+            self._since += now - self._due
+        if self._since and now - self._since > self._seconds:
             self._expired()
             return
-        self._timer = asyncio.get_running_loop().call_later(self._seconds / 4, self._check)
+        self._check_later()
 
 
 async def write_all(
@@ -53,7 +64,9 @@ async def write_all(
     context: Context,
     config: RouterConfig,
 ) -> None:
-    """Raises CancelledError if the client reads nothing for `write_seconds`."""
+    """Write the metadata, then each response. Raises CancelledError if the client reads nothing for `write_seconds`: where
+    its connection is not read at all, the metadata waits too.
+    """
     task = asyncio.current_task()
     assert task is not None, "called inside a task"
     expired = False
@@ -63,12 +76,16 @@ async def write_all(
         expired = True
         task.cancel()
 
-    deadline = WriteDeadline(config.write_seconds, cancel)
+    deadline, opened = WriteDeadline(config.write_seconds, cancel), False
     try:
         # However this ends, closing the responses ends what makes them.
         async with contextlib.aclosing(responses):
             async for response in responses:
                 deadline.begin()
+                if not opened:
+                    # With a message that is never read, the status would repeat it, which gRPC refuses.
+                    await context.send_initial_metadata(())
+                    opened = True
                 await context.write(response if isinstance(response, bytes) else response.SerializeToString())
                 deadline.end()
     except asyncio.CancelledError:

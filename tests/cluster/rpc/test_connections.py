@@ -15,7 +15,8 @@ import pytest
 
 from cluster.process import socket_diag
 from cluster.rpc import connections
-from cluster.rpc.connections import FloodWatch, stop
+from cluster.rpc.connections import FloodWatch, StallWatch, stop
+from tests.harness.waiting import wait_for
 from tests.security.attacks.grpc_frames import has_ended
 
 LOOKS = 3
@@ -100,6 +101,43 @@ def test_a_flood_that_had_to_wait_ends_soon_after_it_is_read(watch: FloodWatch, 
     assert pair.has_ended()
 
 
+def fill(pair: Pair) -> None:
+    """The server writes more than the kernel takes."""
+    pair.server.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            pair.server.send(bytes(1 << 16))
+
+
+def test_a_connection_on_which_nothing_is_read_ends(pair: Pair) -> None:
+    """gRPC ends none: each call on it, a refused one too, stayed in memory for an hour."""
+    watch = StallWatch(pair.port, LOOKS * connections.POLL_SECONDS)
+    fill(pair)
+    seen = [0]
+
+    def look() -> int:
+        seen[0] += 1
+        return watch.look()
+
+    assert wait_for(look, 10, "it is ended") == 1
+    assert seen[0] > LOOKS
+    wait_for(pair.has_ended, 10, "its client sees that")
+
+
+def test_a_connection_that_is_read_now_and_then_stays(pair: Pair) -> None:
+    watch = StallWatch(pair.port, LOOKS * connections.POLL_SECONDS)
+    fill(pair)
+    for _ in range(3):
+        assert [watch.look() for _ in range(LOOKS)] == [0] * LOOKS
+        before = acknowledged(pair)
+        pair.client.recv(1 << 18, socket.MSG_WAITALL)
+        wait_for(lambda before=before: acknowledged(pair) != before, 10, "it is acknowledged")
+
+
+def acknowledged(pair: Pair) -> list[int]:
+    return [one.acknowledged for one in socket_diag.unacknowledged_connections(pair.port)]
+
+
 def test_connections_of_other_ports_are_left_alone(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert looks(FloodWatch(other.getsockname()[1], 1), pair, 3 * LOOKS, PIECE // 2) == 0
@@ -117,7 +155,7 @@ def test_a_system_that_does_not_show_connections_is_logged(
     watch = FloodWatch(1, 1)
     watch.start()
     watch.close()
-    assert "keeps its connection while it does so: not permitted" in caplog.text
+    assert "keep their connections: not permitted" in caplog.text
 
 
 def test_an_error_in_place_of_connections_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

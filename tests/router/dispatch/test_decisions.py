@@ -15,12 +15,15 @@ from cluster.errors import (
     DrainingError,
     HandoffError,
     InvalidRequestError,
+    OverloadedError,
     PeerLostError,
     TransportError,
 )
 from router.dispatch import dispatcher
 from router.dispatch.attempt_events import Ended, Source
+from router.dispatch.exclusions import ended_by
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.placement.types import Reason
 from router.text.tokenizer import ModelText
 from tests.router.dispatch.scripted_attempts import NEW, PROMPT, Scripted, World, deliver, end, token
 
@@ -194,3 +197,16 @@ async def test_the_end_of_a_prefill_alone_changes_nothing(text, monkeypatch):
 
 def test_the_script_s_last_token_ends_an_answer():
     assert token(PROMPT + NEW - 1).finish and not token(PROMPT).finish
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PeerLostError("gone"), Reason.LOST),
+        (DrainingError("leaving"), Reason.DRAINED),
+        (OverloadedError("full"), Reason.REFUSED),
+    ],
+)
+def test_a_worker_is_excluded_for_what_it_said(error: BatonError, reason: Reason) -> None:
+    """One that refused the call, as it drained or was full, was shown as one whose stream was lost."""
+    assert ended_by(Ended(P, None, error)) is reason

@@ -15,6 +15,7 @@ from router.frontends.http.connection.acknowledged import acknowledged_bytes
 log = logging.getLogger(__name__)
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
+STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
 
 
 class WriteDeadline:
@@ -45,12 +46,16 @@ class WriteDeadline:
         self._deadline = self._loop.time() + self._seconds
 
     def _check_later(self) -> None:
+        self._due = self._loop.time() + self._seconds / 4
         self._timer = self._loop.call_later(self._seconds / 4, self._check)
 
     def _check(self) -> None:
+        now = self._loop.time()
+        if now - self._due > STOPPED_SECONDS:  # nothing was written meanwhile
+            self._deadline += now - self._due
         if acknowledged_bytes(self._transport) - self._acknowledged >= MIN_READ_BYTES:
             self._set()
-        elif self._loop.time() >= self._deadline:
+        elif now >= self._deadline:
             self._timer = None
             text = "client %s read less than %d bytes in %g s (write_seconds); its connection is aborted"
             log.info(text, self._client, MIN_READ_BYTES, self._seconds)

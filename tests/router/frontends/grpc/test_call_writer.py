@@ -8,6 +8,7 @@ import pytest
 
 from cluster.errors import CancelledError
 from router.frontends.grpc.call_writer import CallWriter
+from tests.harness.virtual_time import VirtualLoop
 from tests.harness.waiting import turns, until
 from tests.router.frontends.grpc.stub_call import StubCall, context
 
@@ -132,3 +133,24 @@ async def test_after_close_nothing_is_written_or_reported(call: StubCall, writer
     await call.read()
     writer.write([b"c"])
     assert call.begun == [b"a"] and not noted.calls
+
+
+def test_time_in_which_the_router_was_stopped_does_not_count() -> None:
+    """What the client has read meanwhile is known only later in the turn."""
+    loop = VirtualLoop()
+    noted = Noted()
+
+    async def begin() -> CallWriter:
+        made = CallWriter(context(StubCall()), 30.0)
+        made.watch(noted)
+        made.write([b"a"])
+        return made
+
+    writer = loop.run(begin())
+    loop.stand_still(60.0)
+    loop.settle()
+    assert not noted.calls
+    loop.pass_time(31.0)
+    assert isinstance(noted.calls[0], CancelledError)
+    writer.close()
+    loop.close()

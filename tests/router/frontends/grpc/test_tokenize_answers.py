@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import AsyncMock, MagicMock
 
 import grpc
 import pytest
 
-from cluster.errors import InvalidRequestError, OverloadedError
-from router.admission.admission import FREE_BYTES, ByteBudget
+from cluster.errors import CancelledError, InvalidRequestError, OverloadedError
+from cluster.security.keys import ANYONE
+from router.admission.admission import FREE_BYTES, ByteBudget, Place
+from router.admission.shares import Taken
 from router.frontends.grpc.refusal import refusing
 from router.frontends.grpc.service import InferenceService
 from router.request.answer_plan import ChatPrompt
@@ -134,3 +137,45 @@ async def test_no_grammar_is_made_where_nothing_is_generated() -> None:
     assert gateway.converse.call_args.kwargs["answered"] is False
     await made._prompt(pb.GenerateRequest(chat=chat), gateway.model(""), MagicMock(), None)
     assert gateway.converse.call_args.kwargs["answered"] is True
+
+
+async def test_a_connection_that_is_not_read_at_all_holds_no_call() -> None:
+    """The metadata waits there before the answer, and had no deadline: each call kept its place until the
+    connection ended, after an hour."""
+    made, context, during = service(TOKENS), call(), list[str]()
+    gateway: Any = made._gateway
+    gateway.config.write_seconds = 0.05
+
+    async def never(_: object) -> None:
+        during.append("waits")
+        await asyncio.Event().wait()
+
+    context.send_initial_metadata = never
+    async with asyncio.timeout(10):
+        with pytest.raises(CancelledError, match="write_seconds"):
+            await made.Tokenize(MagicMock(), context)
+    assert during == ["waits"]
+    context.write.assert_not_called()
+
+
+async def test_an_answer_that_is_never_read_counts_until_its_call_ends() -> None:
+    """gRPC keeps it as long, with the status behind it: what a client left unread again and again had no bound."""
+    made, context = service(TOKENS), call()
+    bodies = ByteBudget(200_000, 200_000, lambda tenant: None)
+    gateway: Any = made._gateway
+    gateway.config.write_seconds = 0.05
+    gateway.admission.admit.return_value = Place(cast(Any, SimpleNamespace(bodies=bodies)), ANYONE, Taken(()))
+    answers: list[bytes] = []
+
+    async def never(answer: bytes) -> None:
+        answers.append(answer)
+        await asyncio.Event().wait()
+
+    context.write = never
+    async with asyncio.timeout(10):
+        with pytest.raises(CancelledError, match="write_seconds"):
+            await made.Tokenize(MagicMock(), context)
+    assert bodies.held == len(answers[0]) - FREE_BYTES > 0
+    (ended,) = context.add_done_callback.call_args.args
+    ended(context)
+    assert bodies.held == 0
