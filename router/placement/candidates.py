@@ -17,10 +17,19 @@ _RACK, _ZONE, _FAR = range(HOST + 1, len(LEVELS) + 1)
 class Candidates:
     """Named one by one: a small fleet, and some of a large one where the sets do not help."""
 
-    def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], *, of_many: bool = False):
+    def __init__(
+        self,
+        prefill: Sequence[WorkerInfo],
+        decode: Sequence[WorkerInfo],
+        *,
+        of_many: bool = False,
+        drawn: bool = False,
+    ):
+        """`of_many`: there are more workers in the sorted sets, whose scores follow the placement. `drawn`: at random, for
+        one request."""
         self.prefill, self.decode = list(prefill), list(decode)
         self.model_id = decode[0].model_id if decode else ""
-        self.of_many = of_many
+        self.of_many, self.drawn = of_many, drawn
 
     @cached_property
     def arguments(self) -> list[bytes]:

@@ -139,7 +139,7 @@ class Eligibility:
         known = self._kept.pop(wanted, None)
         if known is None:
             known = (None if wanted[2] else self._heads(request)) or self._sampled(request)
-        if isinstance(known, Heads) or not known.of_many:
+        if isinstance(known, Heads) or not known.drawn:
             _keep(self._kept, wanted, known)
         return known
 
@@ -173,8 +173,9 @@ class Eligibility:
         """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
         whole, pool = self.candidates(request), self.pool(request.kv_group, request.model)
         if max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED:
-            return whole
-        return Candidates(_some(whole.prefill), _some(whole.decode), of_many=True)
+            # Others may be in the sets, and be used again in a moment: until then the scores must not stay behind.
+            return Candidates(whole.prefill, whole.decode, of_many=True) if pool.many else whole
+        return Candidates(_some(whole.prefill), _some(whole.decode), of_many=True, drawn=True)
 
     def pass_over(self, unknown: Mapping[str, Role]) -> None:
         """The script has chosen workers that this view lacks: it chooses them no more. Of too many the first are tried
@@ -263,6 +264,12 @@ class _Pool:
     decode: frozenset[str]
     barred_prefill: list[str]
     barred_decode: list[str]
+
+    @property
+    def many(self) -> bool:
+        """Whether more than MAX_LISTED workers of a role may be in the sets, usable now or not."""
+        counts = len(self.prefill) + len(self.barred_prefill), len(self.decode) + len(self.barred_decode)
+        return max(counts) > MAX_LISTED
 
 
 def _excluded(request: PlacementRequest) -> _Excluded:

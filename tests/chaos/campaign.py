@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.evidence import keep
@@ -115,8 +115,7 @@ class Campaign:
         preempted: int,
     ) -> Result:
         baton = [stream for stream in streams if stream.kind == "baton"]
-        broken = [s for s in streams if s.outcome == "error" and s.router in injected.routers and s.router]
-        errors = [s for s in streams if s.outcome == "error" and s not in broken]
+        errors, broken = failed_streams(streams, injected.routers)
         until = injected.began + max(WINDOW_SECONDS, injected.held_seconds)
         lost, doubled = 0, 0
         for stream in streams:
@@ -163,6 +162,18 @@ class Campaign:
         running = {stream.request_id for stream in streams if stream.started < began}
         wall = time.time() - asyncio.get_running_loop().time()
         return redispatch_seconds(self._target.logs, began + wall, running)
+
+
+def failed_streams(streams: Iterable[Stream], routers: Sequence[str]) -> tuple[list[Stream], list[Stream]]:
+    """Streams with an error; those of OpenAI clients whose router was hit, one of `routers`, apart. A stream that was
+    cancelled and that no client has cancelled was broken off as well."""
+    ended = [
+        one
+        for one in streams
+        if one.outcome == "error" or (one.outcome == "cancelled" and not one.cancel_asked)
+    ]
+    broken = [one for one in ended if one.router and one.router in routers]
+    return [one for one in ended if one not in broken], broken
 
 
 def _miscounted(stream: Stream) -> tuple[int, int]:

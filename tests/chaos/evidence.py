@@ -24,19 +24,21 @@ def keep(file: Path, run: str, number: int, stream: Stream) -> None:
 def judged_again(
     file: Path, run: str, model: Path, results: Sequence[Result], gap: float = GAP
 ) -> list[Result]:
-    """Results with wrong tokens, compared with the reference once more; only those that changed."""
+    """Results with wrong tokens, compared with the reference once more; only those that changed. Without the streams in
+    which they were seen, wrong tokens stay."""
     kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     changed = []
     for result in results:
         if not result.wrong:
             continue
-        wrong, near_ties = 0, result.near_ties
+        wrong, near_ties, seen = 0, result.near_ties, 0
         for one in kept:
             if (one["run"], one["number"]) != (run, result.number):
                 continue
             stream, before = one["stream"], one["stream"]["verdict"]
             now = judge_stream(model, Request(**stream["request"]), stream["tokens"], stream["seed"], gap)
             wrong, near_ties = wrong + len(now.wrong), near_ties + now.near_ties - before["near_ties"]
-        if wrong < result.wrong:
+            seen += len(before["wrong"])
+        if wrong < result.wrong <= seen:
             changed.append(replace(result, wrong=wrong, near_ties=near_ties))
     return changed

@@ -161,6 +161,34 @@ async def test_a_fleet_that_grows_is_scored_anew(make, redis_url, namespace):
             }
 
 
+async def test_while_some_workers_are_suspect_the_scores_of_a_large_fleet_follow_the_load(
+    make, redis_url, namespace
+):
+    """The others are few enough to be named one by one; a moment later the sets are read again."""
+    placement = await make(MAX_LISTED + 2)
+    whole, late = placement._members.all, {f"{role}-{n}" for role in ("prefill", "decode") for n in (3, 4, 5)}
+    with connect(redis_url) as client:
+        register(client, namespace, whole)
+        assert isinstance(placement.eligibility.for_script(request(), listed=False), Heads)
+        placement._members.all = [
+            replace(one, lease="suspect") if one.worker_id in late else one for one in whole
+        ]
+        named = placement.eligibility.for_script(request(), listed=False)
+        assert isinstance(named, Candidates) and len(named.decode) == MAX_LISTED - 1
+        assert placement.eligibility.for_script(request(), listed=False) is named, (
+            "made once for all requests"
+        )
+        for _ in range(20):
+            await placement.place(request())
+        load = {decoded(name): int(held) for name, held in client.hgetall(keys.load(namespace)).items()}
+        for kind, field in (("p", "p:"), ("r", "d:")):
+            (key,) = client.keys(f"{{{namespace}}}:set:*:{kind}")
+            scores: Any = client.zrange(key, 0, -1, withscores=True)
+            assert {decoded(name): score for name, score in scores if score} == {
+                name[2:]: held for name, held in load.items() if name.startswith(field) and held
+            }
+
+
 @pytest.mark.parametrize("old", ["prefill", "decode"])
 async def test_workers_that_are_in_no_set_are_used_while_they_are_many(make, redis_url, namespace, old):
     """Of an earlier version: as soon as one is in the sets, the script would see no other."""

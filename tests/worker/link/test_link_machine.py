@@ -301,6 +301,8 @@ class LinkMachine(RuleBasedStateMachine):
             assert self.attempts.get(number.to_bytes(16, "big")) is None
         for state in frame.states:
             if state.kind == link_pb2.HandleState.UNKNOWN:
+                # It would be dispatched anew, and nobody would read this one.
+                assert self.attempts.get(state.handle.to_bytes(16, "big")) is None, "it is known"
                 self.readings[state.handle].lost = True
 
     @rule(number=NUMBERS, back=st.integers(0, 40), repeat=st.booleans(), lose=st.booleans())
