@@ -25,7 +25,8 @@ def schema_of(seed: int) -> Schema:
 
 def validate(text: str, schema: Schema) -> None:
     """Raises ValueError or jsonschema.ValidationError."""
-    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    kind = jsonschema.Draft202012Validator
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
 
 
 class _Maker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,12 @@ ASK: Any = {
     "messages": [{"role": "user", "content": "Once upon a time"}],
     "extra_body": {"temperature": 0},
 }
+
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
+# A small model ends no free text by itself
+TOOL = {**WEATHER, "input_schema": {**CITIES, "additionalProperties": False}, "strict": True}
+CALLING: Any = {**ASK, "max_tokens": 200, "tools": [TOOL]}
+ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +59,7 @@ def test_create_and_stream_answer_alike(client: Any) -> None:
 
 @pytest.mark.system
 def test_a_round_trip_with_a_tool(client: Any) -> None:
-    cities = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
-    schema = {**cities, "additionalProperties": False}  # a small model ends no free text by itself
-    ask = {**ASK, "max_tokens": 200, "tools": [{**WEATHER, "input_schema": schema, "strict": True}]}
-    answer = client.messages.create(**ask, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    answer = client.messages.create(**CALLING, tool_choice=ONE_CALL)
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert answer.stop_reason == "tool_use" and calls
     for call in calls:
@@ -63,9 +67,22 @@ def test_a_round_trip_with_a_tool(client: Any) -> None:
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"} for call in calls]
     messages = [*ASK["messages"], {"role": "assistant", "content": answer.content}]
     messages.append({"role": "user", "content": results})
-    after = client.messages.create(**{**ask, "messages": messages, "tool_choice": {"type": "none"}})
+    after = client.messages.create(**{**CALLING, "messages": messages, "tool_choice": {"type": "none"}})
     assert after.stop_reason in ("end_turn", "max_tokens")
     assert after.usage.input_tokens + after.usage.cache_read_input_tokens > answer.usage.input_tokens
+
+
+@pytest.mark.system
+def test_a_streamed_call_is_the_whole_one(client: Any) -> None:
+    whole = client.messages.create(**CALLING, tool_choice=ONE_CALL)
+    with client.messages.stream(**CALLING, tool_choice=ONE_CALL) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        last = stream.get_final_message()
+    (call,), (streamed,) = (
+        [block for block in one.content if block.type == "tool_use"] for one in (whole, last)
+    )
+    assert (streamed.name, streamed.input) == (call.name, call.input) and last.stop_reason == "tool_use"
+    assert json.loads("".join(pieces)) == call.input and len(pieces) > 1
 
 
 @pytest.mark.system

@@ -38,6 +38,11 @@ POLL_SECONDS = 0.25
 REDIS_SECONDS = 1.0  # for one answer, while workers are waited for
 # For other routers, and processes of this one, to read what this one has seen: a client's next request may go there
 SPREAD_SECONDS = 2 * REFRESH_SECONDS
+# Of vLLM's calls, which its clients write out; by these schemas they change nothing
+VLLM_FIELDS: Mapping[str, dict[str, Any]] = {
+    "load_inplace": {"enum": [False, None], "description": "vLLM's: unload the adapter first"},
+    "lora_int_id": {"type": ["integer", "null"], "description": "vLLM's, changes nothing"},
+}
 
 
 class AdapterCalls:
@@ -272,6 +277,14 @@ async def _read(
     for name in given:
         if not isinstance(body.get(name), str):
             raise InvalidRequestError(f"{name}: is missing, or no text", field=name)
-    if unknown := body.keys() - {*names, *optional}:
-        raise InvalidRequestError(f"{sorted(unknown)[0][:80]}: is not a field of this call", field="body")
+    further = body.keys() - {*names, *optional}
+    if unknown := sorted(name for name in further if not _changes_nothing(name, body[name])):
+        name = unknown[0][:MAX_SHOWN]
+        raise InvalidRequestError(f"{name}: is not a field of this call, or not with this value", field=name)
     return {name: body[name] for name in given}
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    if name == "load_inplace":
+        return value is None or value is False
+    return name == "lora_int_id" and isinstance(value, int | None) and not isinstance(value, bool)

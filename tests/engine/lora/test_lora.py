@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import AdapterMissingError, AdapterSlotsError
@@ -34,6 +37,7 @@ from tests.harness.exactness import assert_greedy
 NEW = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 PROMPT = prompt_ids(40)
+PEFT = Path(__file__).parents[1] / "golden" / "peft"
 
 
 class Adapted:
@@ -336,3 +340,19 @@ def test_every_family_answers_as_its_merged_checkpoint(variant, checkpoint, tmp_
     digest = engine.adapters.load(adapter)
     outputs = run(engine, EngineRequest("r", PROMPT, GREEDY, adapter=digest))
     assert_greedy("adapters", merged, PROMPT, outputs.tokens["r", 0])
+
+
+@pytest.mark.parametrize("name", ["plain", "stable"])
+def test_an_adapter_of_peft_adds_what_peft_adds(name, checkpoint, tmp_path):
+    """Ranks and scalings by patterns, rank-stabilised or not; written by tests/engine/golden/make_peft.py."""
+    model, adapter, merged = checkpoint("llama"), PEFT / name, tmp_path / "merged"
+    shutil.copytree(model, merged)
+    weights = load_file(merged / "model.safetensors")
+    for module, added in load_file(adapter / "added.st").items():
+        weights[module] = (weights[module].double() + added.double()).to(weights[module].dtype)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    engine = make_engine(model, max_loras=1)
+    digest = engine.adapters.load(adapter)
+    tokens = run(engine, EngineRequest("r", PROMPT, GREEDY, adapter=digest)).tokens["r", 0]
+    assert_greedy("adapters", merged, PROMPT, tokens)
+    assert tokens != reference_greedy(model, PROMPT, NEW), "without it the answer is another one"

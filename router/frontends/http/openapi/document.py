@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
-from router.frontends.http.adapters import LOAD, UNLOAD
+from router.frontends.http.adapters import LOAD, UNLOAD, VLLM_FIELDS
 from router.frontends.http.anthropic.models import VERSION_HEADER
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.gate import RERANK, SCORE
@@ -78,7 +78,8 @@ _REQUESTS = (
 _OF_MODEL: dict[str, Schema] = {
     "model": optional(
         text(description="the adapter's model; needed to load one where the router serves several")
-    )
+    ),
+    **VLLM_FIELDS,
 }
 _REQUEST_ID: Schema = {
     "name": "x-request-id",

@@ -23,6 +23,32 @@ from tests.harness.schemas import Schema, validate
 GRAMMAR_CONTEXT = 640
 EOS = 2
 
+TABLE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 150}, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 5.0},
+    "top_k": {"top_k": 1},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": -2.0},
+    "min_tokens": {"min_tokens": 250},
+    "ignore_eos": {"ignore_eos": True},
+    "logit_bias": {"logit_bias": {EOS: 100.0, 3: -100.0, 200: 100.0}},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "stop_token_ids": {"stop_token_ids": (191, 192), "min_tokens": 3},  # bytes that JSON has only escaped
+    "seed": {"seed": 2**63 + 5},
+}
+
 
 class RandomRunner(FakeRunner):
     """Its logits are random numbers of the whole sequence."""

@@ -157,6 +157,17 @@ async def test_the_workers_of_the_model_that_is_named_load_it(text, model, loade
     assert cluster.loaded == {"": [], "second": []}
 
 
+async def test_what_vllms_clients_write_out_changes_nothing(text):
+    """Other values and other fields are refused by their names."""
+    cluster, load = Cluster(text), {"lora_name": "a", "lora_path": "p", "model": "tiny"}
+    for wrong in ({"load_inplace": True}, {"lora_int_id": "1"}, {"more": 1}):
+        with pytest.raises(InvalidRequestError, match="is not a field") as caught:
+            await cluster.call("load", **load, **wrong)
+        assert caught.value.field == next(iter(wrong)) and not cluster.entries
+    await cluster.call("load", **load, load_inplace=False, lora_int_id=None)
+    assert await cluster.call("unload", lora_name="a", lora_int_id=1, model=None) == {"id": "a"}
+
+
 async def test_a_worker_without_lora_dir_refuses_at_once(text):
     """Also where the other model's workers have one; nothing is asked of them."""
     cluster = Cluster(text)
