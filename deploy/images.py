@@ -90,9 +90,14 @@ def main() -> int:
     if given.if_possible and (reason := image_probe.why_not()):
         console.print(f"NO IMAGE IS BUILT HERE: {reason}", style="bold yellow")
         return 0
-    base = given.base or base_image(console)
-    base_bytes = size_of(base)
-    built = [build(target, base, given.cpu_index) for target in given.targets or BUDGETS]
+    try:
+        base = pulled(given.base) if given.base else base_image(console)
+        base_bytes = size_of(base)
+        built = [build(target, base, given.cpu_index) for target in given.targets or BUDGETS]
+    except subprocess.CalledProcessError as error:
+        words = " ".join(error.cmd)
+        console.print(f"exit code {error.returncode} of: {words}", style="red", highlight=False, markup=False)
+        return 1
     shown = table(built, base_bytes)
     console.print(shown)
     write(given.out, built, base_bytes, shown)
@@ -133,6 +138,12 @@ def arguments() -> argparse.Namespace:
         if shutil.which(program) is None:
             parser.error(f"{program} is not installed: apt-get install {program}")
     return given
+
+
+def pulled(base: str) -> str:
+    """Get an image from its registry unless it is on this machine; returns its name."""
+    run(["buildah", "pull", "--policy", "missing", base], shown=True)
+    return base
 
 
 def base_image(console: Console) -> str:

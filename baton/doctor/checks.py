@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from baton.doctor.facts import CERT_MANAGER, GATEWAY, GROUPS, KUBERAY, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import blocking, pods_of, shown, without_room
-from baton.doctor.values import values_for
+from baton.doctor.values import CUDA, OLDER_CUDA, OLDER_SUFFIX, values_for
 
 OLDEST = (1, 29)  # oldest version for which the chart is validated
 
@@ -75,6 +75,24 @@ def _gpus(facts: Facts) -> Finding:
     elif labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"
     return Finding("warning", "none allocatable", advice)
+
+
+def _drivers(facts: Facts) -> Finding:
+    if "nodes" in facts.unread:
+        return _unknown(facts, "nodes")
+    if not facts.gpu_nodes:
+        return Finding("info", "not needed without GPUs")
+    if not facts.cudas:
+        return Finding(
+            "info", "unknown: no labels", f"images are for CUDA {CUDA}, or {OLDER_CUDA} with {OLDER_SUFFIX}"
+        )
+    found = f"for CUDA {', '.join(map(str, facts.cudas))}"
+    if facts.cudas[0] >= CUDA:
+        return Finding("ok", found)
+    if facts.cudas[-1] < OLDER_CUDA:
+        return Finding("missing", found, f"install drivers for CUDA {OLDER_CUDA} or later")
+    advice = f"images with {OLDER_SUFFIX} (see the values) run from CUDA {OLDER_CUDA} on; or install drivers for {CUDA}"
+    return Finding("warning", found, advice)
 
 
 def _room(facts: Facts) -> Finding:
@@ -188,6 +206,7 @@ _CHECKS: dict[str, Callable[[Facts], Finding]] = {
     "Kubernetes": _version,
     "nodes": _nodes,
     "GPUs": _gpus,
+    "GPU drivers": _drivers,
     "room": _room,
     "RDMA": _rdma,
     "KubeRay": _kuberay,

@@ -15,6 +15,8 @@ OTHER_DEVICES = ("amd.com/gpu", "habana.ai/gaudi", "gpu.intel.com/i915", "gpu.in
 MIG_PREFIX = "nvidia.com/mig-"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 CLIQUE_LABEL = "nvidia.com/gpu.clique"
+# The CUDA that a node's driver supports; the second one by older versions of GPU feature discovery
+CUDA_LABELS = ("nvidia.com/cuda.runtime-version.major", "nvidia.com/cuda.runtime.major")
 ZONE_LABEL = "topology.kubernetes.io/zone"
 # Definitions of the operators that Baton's chart has objects for.
 KUBERAY = "rayservices.ray.io"
@@ -68,6 +70,12 @@ class Node:
     @property
     def gpu_product(self) -> str:
         return self.labels.get(PRODUCT_LABEL, "") if self.gpus else ""
+
+    @property
+    def cuda(self) -> int | None:
+        """The major version of CUDA that the driver supports; None where no label says it."""
+        found = [self.labels[label] for label in CUDA_LABELS if self.labels.get(label, "").isdecimal()]
+        return int(found[0]) if found else None
 
     @property
     def rdma(self) -> Mapping[str, int]:
@@ -126,6 +134,11 @@ class Facts:
     @property
     def gpu_nodes(self) -> list[Node]:
         return [node for node in self.nodes if node.usable and node.gpus]
+
+    @property
+    def cudas(self) -> list[int]:
+        """Versions of CUDA that drivers support, sorted, of the nodes with GPUs whose labels say it."""
+        return sorted({node.cuda for node in self.gpu_nodes if node.cuda is not None})
 
     def other_devices(self) -> list[str]:
         """Resources of usable nodes that the images cannot compute on."""

@@ -17,6 +17,10 @@ from baton.doctor.facts import (
 )
 from baton.doctor.pods import Values, blocking, pods_of, without_room
 
+# The CUDA of images with the chart's own suffix, and the suffix of those for older drivers (deploy/docker)
+CUDA = 13
+OLDER_CUDA, OLDER_SUFFIX = 12, "-cuda12"
+
 
 @dataclass(frozen=True)
 class _Size:
@@ -47,9 +51,11 @@ def values_for(facts: Facts) -> Values:
 
 
 def _operators(facts: Facts) -> Values:
-    """Values for installed operators and readable objects. None for Ray's: each worker of these plans has one pod, and
-    such workers need no Ray, whether an operator for it is there or not."""
+    """Values for drivers, installed operators and readable objects. None for Ray's: each worker of these plans has one
+    pod, and such workers need no Ray, whether an operator for it is there or not."""
     values: Values = {}
+    if any(OLDER_CUDA <= one < CUDA for one in facts.cudas):
+        values["image"] = {"gpuSuffix": OLDER_SUFFIX}
     if _usable(facts, *CERT_MANAGER):
         values["tls"] = {"enabled": True, "source": "certManager"}
     observability = {"monitors": _usable(facts, *PROMETHEUS), "rules": _usable(facts, RULES)}

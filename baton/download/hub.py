@@ -188,7 +188,8 @@ class Hub:
                 self._limits.check(failed)
                 if attempt == TRIES and isinstance(error, httpx.ConnectError):
                     raise UnavailableError(
-                        f"{self._endpoint} cannot be reached ({error}): --endpoint names a mirror, HTTPS_PROXY a proxy; "
+                        f"{self._endpoint} cannot be reached ({error}): --endpoint names a mirror, HTTPS_PROXY a proxy, "
+                        "SSL_CERT_FILE the authority of either's certificate; "
                         "without a network, copy a model's directory to this machine",
                         field="endpoint",
                     ) from error

@@ -28,6 +28,8 @@ def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = Fals
             kubernetes_config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         else:
             kubernetes_config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
+            # Pods have HTTPS_PROXY for what lies outside, seldom NO_PROXY, and a proxy does not lead to their API server
+            settings.proxy = None
     # The library checks little
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,50 @@ def test_cuda_targets_are_refused_with_the_command_that_builds_them(target, monk
         f"docker buildx build --file deploy/docker/Dockerfile --target {target} ." in capsys.readouterr().err
     )
     assert f"AS {target}\n" in images.DOCKERFILE.read_text()
+
+
+def built_of(megabytes: int, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:
+    """The exit code of a build of the router's image that takes so much beyond a base of 100 MB."""
+    base = 100 * 10**6
+    made = images.Built("router", "localhost/baton/router:1", base + megabytes * 10**6, 1.0, [])
+    monkeypatch.setattr(images, "base_image", lambda _: "base")
+    monkeypatch.setattr(images, "size_of", lambda _: base)
+    monkeypatch.setattr(images, "build", lambda *_: made)
+    monkeypatch.setattr("sys.argv", ["images", "router", "--out", str(out), *flags])
+    monkeypatch.setattr(images.shutil, "which", lambda program: program)
+    return images.main()
+
+
+def test_an_image_beyond_its_budget_fails_and_is_named(monkeypatch, capsys, tmp_path):
+    budget = images.BUDGETS["router"]
+    assert built_of(budget, monkeypatch, tmp_path) == 0
+    assert "beyond the budget" not in capsys.readouterr().out
+    assert built_of(budget + 1, monkeypatch, tmp_path) == 1
+    assert "beyond the budget: router" in capsys.readouterr().out
+    assert (tmp_path / "images.json").exists(), "the sizes are reported all the same"
+
+
+def test_a_base_image_that_is_named_is_fetched_first(monkeypatch, capsys, tmp_path):
+    """Its size is asked for before the build, which would have fetched it."""
+    asked = []
+    monkeypatch.setattr(images, "run", lambda command, **_: asked.append(command))
+    assert built_of(1, monkeypatch, tmp_path, "--base", "python:3.11-slim") == 0
+    assert asked == [["buildah", "pull", "--policy", "missing", "python:3.11-slim"]]
+
+
+def test_a_command_that_fails_is_named_without_a_traceback(monkeypatch, capsys, tmp_path):
+    def refuse(command: list[str], **_: object) -> str:
+        raise subprocess.CalledProcessError(125, command)
+
+    monkeypatch.setattr(images, "run", refuse)
+    assert built_of(1, monkeypatch, tmp_path, "--base", "nowhere/python:3") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "exit code 125 of: buildah pull --policy missing nowhere/python:3" in said
+
+
+def test_a_machine_that_cannot_build_says_why_and_goes_on_only_if_asked(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(images.image_probe, "why_not", lambda: "no containers: forbidden")
+    monkeypatch.setattr(images, "build", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr("sys.argv", ["images", "--if-possible", "router", "--out", str(tmp_path)])
+    assert images.main() == 0
+    assert "NO IMAGE IS BUILT HERE: no containers: forbidden" in capsys.readouterr().out

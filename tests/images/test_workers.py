@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -44,6 +45,14 @@ def test_the_image_worker_has_no_ray() -> None:
     if not containers.built("worker"):
         pytest.skip("not built: worker")
     containers.run("worker", "-c", ABSENT, entrypoint="python")
+
+
+@pytest.mark.parametrize("image", ["worker", "prefill", "decode"])
+def test_a_workers_image_is_an_ordinary_user_who_writes_to_tmp_alone(image: str) -> None:
+    if not containers.built(image):
+        pytest.skip(f"not built: {image}")
+    said = containers.run(image, "-c", containers.CONFINEMENT, entrypoint="python")
+    assert json.loads(said) == [10001, 10001, "0000000000000000", ["/tmp"]]
 
 
 def _wait_for_workers(url: str, count: int) -> None:

@@ -61,6 +61,14 @@ def test_a_skip_fails_the_run_and_is_named(text: str, named: str, tmp_path: Path
     assert named in said.partition("SKIPPED, WHICH FAILS THE RUN")[2]
 
 
+def test_an_image_that_was_not_asked_for_is_no_skip_that_matters(tmp_path: Path) -> None:
+    """`make images TARGETS="router redis"` skips the workers of images that it did not build."""
+    (tmp_path / "tests" / "images").mkdir(parents=True)
+    code, said = run(tmp_path, **{"test_here": PASSES, "tests/images/test_workers": SKIPS})
+    assert code == 0, said
+    assert "1 skipped" in said and "SKIPPED, WHICH" not in said
+
+
 def test_a_skip_does_not_matter_where_these_tests_are_deselected(tmp_path: Path) -> None:
     code, said = run(tmp_path, marks="not system", test_here=PASSES, test_some=SKIPS)
     assert code == 0, said

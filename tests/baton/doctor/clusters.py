@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.kubernetes.api.server import ApiServer
 
-H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "topology.kubernetes.io/zone": "a"}
-L4 = {"nvidia.com/gpu.product": "NVIDIA-L4"}
+DRIVER = {"nvidia.com/cuda.runtime-version.major": "13"}
+H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "topology.kubernetes.io/zone": "a", **DRIVER}
+L4 = {"nvidia.com/gpu.product": "NVIDIA-L4", **DRIVER}
 LARGE = {"cpu": "96", "memory": "1Ti", "pods": "250"}
 EIGHT_RDMA = {**LARGE, "nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "1k"}
 

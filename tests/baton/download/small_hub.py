@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 
@@ -22,8 +23,11 @@ COMMIT = "c" * 40
 class SmallHub(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.scheme = "http"
+        if tls is not None:
+            self.scheme, self.socket = "https", tls.wrap_socket(self.socket, server_side=True)
         self.promised = dict(FILES)
         self.files = dict(FILES)  # what is sent, whatever is promised
         self.held: dict[
@@ -37,7 +41,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -108,8 +112,8 @@ def _sibling(name: str, content: bytes) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def running_hub() -> Iterator[SmallHub]:
-    server = SmallHub()
+def running_hub(tls: ssl.SSLContext | None = None) -> Iterator[SmallHub]:
+    server = SmallHub(tls)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from baton.download.fetch import fetch
 from baton.download.limits import DownloadLimits
 from baton.download.listing import HubFile, Repository, manifest_digest
+from baton.local.certs import make_certs
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
 from tests.baton.download.small_hub import FILES, SmallHub, running_hub
 
@@ -132,3 +134,21 @@ def test_one_hash_names_all_files() -> None:
     a, b = HubFile("a.json", 1, "", "11"), HubFile("b.safetensors", 2, "22", "")
     assert manifest_digest([a, b]) == manifest_digest([b, a])
     assert manifest_digest([a]) != manifest_digest([a, b])
+
+
+def test_a_mirrors_authority_is_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod, which gets it by the chart's extraEnv; without it the reason and the variable are named."""
+    certs = tmp_path / "certs"
+    make_certs(certs, ["127.0.0.1"], 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certs / "router.pem", certs / "router.key")
+    monkeypatch.setattr("baton.download.hub.PAUSE_SECONDS", 0.0)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with running_hub(context) as hub:
+        with pytest.raises(
+            UnavailableError, match=r"CERTIFICATE_VERIFY_FAILED.* SSL_CERT_FILE the authority"
+        ):
+            fetch("hf://org/name", tmp_path / "m", endpoint=hub.url, seconds=30)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certs / "ca.pem"))
+        fetch("hf://org/name", tmp_path / "m", endpoint=hub.url, seconds=30)
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == FILES["model.safetensors"]

@@ -44,6 +44,11 @@ CLUSTERS: dict[str, Facts] = {
         "v1.32.0", "serving", [node({"nvidia.com/gpu": "1"}, "a"), node({"amd.com/gpu": "1"}, "b")]
     ),
     "mig": Facts("v1.32.0", "serving", [node({"nvidia.com/mig-3g.40gb": "2"})]),
+    "older drivers": Facts(
+        "v1.32.0",
+        "serving",
+        [node({"nvidia.com/gpu": "8"}, labels={"nvidia.com/cuda.runtime-version.major": "12"})],
+    ),
     "operators": Facts("v1.32.0", "serving", [GPU, CPU], OPERATORS),
     "few rights": Facts(
         "v1.32.0",
@@ -136,3 +141,10 @@ def test_all_pods_find_a_node(name: str, renderer: Renderer) -> None:
         Scheduler(Client(server.objects_api)).step()
         left = [one["metadata"]["name"] for one in server.objects("Pod") if "nodeName" not in one["spec"]]
     assert not left
+
+
+def test_workers_on_older_drivers_get_the_images_for_them(renderer: Renderer) -> None:
+    pods = {pod.component: pod for pod in pods_of(rendered_for("older drivers", renderer))}
+    for role in ("prefill", "decode"):
+        assert pods[role].containers[0]["image"].endswith("-cuda12")
+    assert "cuda" not in pods["router"].containers[0]["image"]

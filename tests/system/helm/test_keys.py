@@ -116,6 +116,7 @@ ANOTHER: dict[str, Any] = {
     "imagePullSecrets": ["pull"],
     "dnsNames": ["example.com"],
     "apiServerPorts": [16443],
+    "dnsPorts": [1053],
     "runbookBase": "https://git.example/runbooks",
     "resources": {"requests": {"cpu": "7"}},
     "nodeResources": {"requests": {"cpu": "7"}},

@@ -68,7 +68,7 @@ def test_every_pod_is_denied_everything_first(rendered: Rendered) -> None:
     for pod in pods_of(rendered):
         assert selects(default["spec"]["podSelector"], pod.labels), pod.owner
     (names, *_) = default["spec"]["egress"]
-    assert {port["port"] for port in names["ports"]} == {53}
+    assert {port["port"] for port in names["ports"]} == {53, 5353}
 
 
 def test_every_edge_into_a_pod_meets_a_listener(rendered: Rendered) -> None:

@@ -244,7 +244,7 @@ def test_doctor_runs_before_everything_else_with_rights_to_read_only(renderer: R
     rendered = renderer.render(VALUE_SETS["doctor first"])
     job = rendered.named("Job", "t-baton-doctor")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    role = rendered.named("ClusterRole", "serving-t-baton-doctor")
+    role = rendered.named("ClusterRole", "serving:t-baton-doctor")
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
     weight = {
         one["kind"]: int(one["metadata"]["annotations"]["helm.sh/hook-weight"])

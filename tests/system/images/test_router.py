@@ -17,18 +17,6 @@ from tests.harness.image_cluster import ImageCluster, image_cluster
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 TARGETS = ("redis", "router")
-CONFINEMENT = """
-import json, os
-status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-written = []
-for folder in ("/", "/opt/baton/venv", "/etc", "/tmp"):
-    try:
-        open(os.path.join(folder, "written"), "w").close()
-        written.append(folder)
-    except OSError:
-        pass
-print(json.dumps([os.getuid(), os.getgid(), status["CapEff"].strip(), written]))
-"""
 DISTRIBUTIONS = """
 import importlib.metadata, json
 print(json.dumps(sorted({(one.metadata["Name"], one.version) for one in importlib.metadata.distributions()})))
@@ -66,7 +54,7 @@ def test_a_router_answers_with_redis_of_its_own_image(cluster: ImageCluster) -> 
 
 def test_containers_are_an_ordinary_user_who_writes_to_tmp_alone(built: dict[str, images.Built]) -> None:
     for target in TARGETS:
-        said = containers.run(target, "-c", CONFINEMENT, entrypoint="python")
+        said = containers.run(target, "-c", containers.CONFINEMENT, entrypoint="python")
         assert json.loads(said) == [10001, 10001, "0000000000000000", ["/tmp"]], target
 
 

@@ -114,7 +114,8 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
 {{- end }}
 {{- end -}}
 
-{{- /* Downloads the model, or finds it there with the right hashes. Takes root, image, only (router: no weights). */ -}}
+{{- /* Downloads the model, or finds it there with the right hashes, with the environment and mounts that its component got for a
+       proxy or an authority of yours. Takes root, image, pod, without (router: no weights). */ -}}
 {{- define "baton.modelFetch" -}}
 {{- if eq (include "baton.modelScheme" .root) "hf" }}
 {{- $hub := .root.Values.model.huggingFace }}
@@ -137,6 +138,10 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
       valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" $hub.tokenSecret) | nindent 8 }}
     {{- end }}
     {{- include "baton.scratchEnv" .root | nindent 4 }}
+    {{- with .pod.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with .pod.extraEnvFrom }}
+  envFrom: {{- toYaml . | nindent 4 }}
+  {{- end }}
   securityContext: {{- include "baton.containerSecurity" (dict "root" .root) | nindent 4 }}
   resources:
     requests: {cpu: 500m, memory: 256Mi}
@@ -144,6 +149,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
   volumeMounts:
     - {name: {{ include "baton.modelsVolume" .root }}, mountPath: /{{ include "baton.modelsVolume" .root }}}
     - {name: tmp, mountPath: /tmp}
+    {{- with .pod.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- else if eq (include "baton.modelScheme" .root) "s3" }}
 {{- include "baton.modelCopy" . }}
 {{- end }}
@@ -188,9 +194,11 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
     {{- with $store.region }}
     - {name: RCLONE_CONFIG_STORE_REGION, value: {{ . | quote }}}
     {{- end }}
-  {{- with $store.credentialsSecret }}
-  envFrom:
-    - secretRef: {name: {{ . }}}
+    {{- with .pod.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- $from := .pod.extraEnvFrom }}
+  {{- with $store.credentialsSecret }}{{ $from = append $from (dict "secretRef" (dict "name" .)) }}{{ end }}
+  {{- with $from }}
+  envFrom: {{- toYaml . | nindent 4 }}
   {{- end }}
   securityContext: {{- include "baton.containerSecurity" (dict "root" .root) | nindent 4 }}
   resources:
@@ -199,6 +207,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
   volumeMounts:
     - {name: {{ include "baton.modelsVolume" .root }}, mountPath: /{{ include "baton.modelsVolume" .root }}}
     - {name: tmp, mountPath: /tmp}
+    {{- with .pod.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
 {{- /* Takes root, role (router, worker). */ -}}

@@ -41,7 +41,7 @@ spec:
   terminationGracePeriodSeconds: {{ .pool.terminationGracePeriodSeconds }}
   {{- if or (include "baton.modelIsFetched" .root) .pool.pod.extraInitContainers }}
   initContainers:
-    {{- include "baton.modelFetch" (dict "root" .root "image" .image) | trim | nindent 4 }}
+    {{- include "baton.modelFetch" (dict "root" .root "image" .image "pod" .pool.pod) | trim | nindent 4 }}
     {{- with .pool.pod.extraInitContainers }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   containers:
