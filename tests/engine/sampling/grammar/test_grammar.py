@@ -30,6 +30,7 @@ from tests.engine.sampling.grammar.grammars import (
     serve,
     tokens_of,
 )
+from tests.engine.sampling.plain_loop import bitmap
 from tests.harness.schemas import schema_of
 
 DIGITS = GrammarSpec("regex", "[0-9]+")
@@ -94,6 +95,8 @@ def test_answers_match_grammars_of_every_kind(model, device):
         assert fits(answers.text(name)), (name, answers.text(name))
 
 
+# No answer needs them: after a comma or a bracket of `ages` other digits are left
+UNUSED, BAD_WORDS = tokens_of("56789xyz"), [",1", "[1", "ab", "cde", "w"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "hot": {"temperature": 5.0},
@@ -109,6 +112,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": True, "top_logprobs": 3},
     "stop_token_ids": {"stop_token_ids": (191, 192), "min_tokens": 3},  # bytes that JSON has only escaped
     "seed": {"seed": 2**63 + 5},
+    "allowed_tokens": {"allowed_tokens": bitmap([token for token in range(300) if token not in UNUSED])},
+    "bad_words": {"bad_words": tuple(tuple(tokens_of(word)) for word in BAD_WORDS)},
 }
 
 
@@ -125,7 +130,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_every_pair_of_options_keeps_answers_valid(model, device, speculation, n, monkeypatch):
     """The prompt has an answer's text, which prompt lookup proposes: the grammar and the draws take part of it."""
     monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 60.0)  # a busy machine is no failure
-    engine = grammar_engine(model, device=device, max_batch_requests=256, speculation=speculation)
+    engine = grammar_engine(
+        model, device=device, max_batch_requests=256, speculation=speculation, blocks=8000
+    )
     engine._drafter._rows = 1024  # drafts for all of them, in the same steps
     pairs = {f"{one} {two}": OPTIONS[one] | OPTIONS[two] for one, two in itertools.combinations(OPTIONS, 2)}
     prompt = tokens_of('{"name":"","ages":[]}{"name":"')
@@ -133,6 +140,9 @@ def test_every_pair_of_options_keeps_answers_valid(model, device, speculation, n
     answers = serve(engine, *(replace(request, prompt_tokens=prompt) for request in requests))
     for name, choice in itertools.product(pairs, range(n)):
         check_json(answers, name, TABLE, choice)
+        ids, options = answers.ids(name, choice), name.split()
+        assert "allowed_tokens" not in options or set(ids).isdisjoint(UNUSED)
+        assert "bad_words" not in options or not any(word in answers.text(name, choice) for word in BAD_WORDS)
     stats = engine.stats()
     assert (len(pairs) < stats.draft_tokens_accepted < stats.draft_tokens) == (speculation == "ngram")
 
