@@ -60,6 +60,7 @@ def test_a_bound_is_named_and_what_is_within_it_is_accepted(
         with pytest.raises(InvalidRequestError, match=field) as caught:
             read_request(model, {**body, **refused}, LIMITS)
         assert (caught.value.field, caught.value.limit) == (field, limit)
+        assert not limit or "(max_" in caught.value.message
 
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "bad_words"])

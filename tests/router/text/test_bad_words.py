@@ -18,7 +18,7 @@ SPACE = "\u0120"  # as byte-level tokenizers write it
 
 
 def pieces(tokenizer: Tokenizer, *words: str) -> list[list[str]]:
-    return [[tokenizer.id_to_token(one) for one in word] for word in word_tokens(tokenizer, words)]
+    return [[tokenizer.id_to_token(one) or "" for one in word] for word in word_tokens(tokenizer, words)]
 
 
 def test_a_word_counts_after_a_space_too_where_that_is_another_token() -> None:
