@@ -32,7 +32,8 @@ BatonError
 └── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
     │   ├── EngineBusyError        503 UNAVAILABLE         a worker's machine was too busy for this request
-    │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the grammar leaves no token, or takes too much to follow
+    │   └── DeadEndError           400 INVALID_ARGUMENT    the request's options leave no token
+    │       └── GrammarDeadEndError                        its grammar leaves none, or takes too much to follow
     ├── EngineFailedError                                  an engine stopped in a step that ran this request
     └── UnreadableAnswerError                              the router cannot turn an answer's tokens into text or parts
 """
@@ -249,13 +250,17 @@ class EngineBusyError(EngineRequestError):
     http_status = 503
 
 
-class GrammarDeadEndError(EngineRequestError):
-    """The request's grammar and its other options allow no token, or the grammar takes more time or memory to follow than
-    a worker allows. Every engine would fail in the same way."""
+class DeadEndError(EngineRequestError):
+    """The request's options leave no token that may come next. Every engine would fail in the same way."""
 
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
     retryable = False
+
+
+class GrammarDeadEndError(DeadEndError):
+    """The request's grammar and its other options allow no token, or the grammar takes more time or memory to follow than
+    a worker allows."""
 
 
 class EngineFailedError(InternalError):

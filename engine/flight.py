@@ -100,10 +100,12 @@ def _plain(sequence: Sequence) -> bool:
         and not request.prefill_only
         and not request.export
         and request.grammar is None  # its mask depends on the preceding token
-        and not _counts_tokens(request.sampling)
+        and not _reads_output(request.sampling)
     )
 
 
-def _counts_tokens(params: SamplingParams) -> bool:
-    """Penalties need the tokens before."""
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+def _reads_output(params: SamplingParams) -> bool:
+    """Penalties need the tokens before, and so do words of several tokens."""
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        return True
+    return bool(params.bad_words) and params.word_endings.depend_on_output

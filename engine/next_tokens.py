@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
@@ -15,6 +14,7 @@ from engine.compiled_grammar import Words
 from engine.grammar_masks import GrammarMasks
 from engine.request import FinishReason, SamplingParams, TokenOutput
 from engine.sampling.base import Sampler, is_sound
+from engine.sampling.masks import allows_only, mask_of
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled
 from engine.scheduler.sequence import Sequence
@@ -62,7 +62,8 @@ class PendingTokens:
         for index, draw in enumerate(draws):
             self._first.append(len(self._rows))
             try:
-                own = _rows(draw, limits, masks.of(draw.sequence) if masks is not None else None)
+                mask = masks.of(draw.sequence) if masks is not None else None
+                own = _rows(draw, limits, mask, logits.shape[1])
             except Exception as error:
                 self._failed[index] = engine_request_error(error)
                 if not is_sound(logits[draw.logits_row]):
@@ -117,24 +118,29 @@ class PendingTokens:
         return not self._drawn.unsound.isdisjoint(self._rows_of(index))
 
 
-def _rows(draws: Draws, limits: StopLimits, mask: Words | None) -> list[Row]:
+def _rows(draws: Draws, limits: StopLimits, mask: Words | None, vocab: int) -> list[Row]:
+    """`mask`: the grammar's."""
     sequence, params = draws.sequence, draws.sequence.request.sampling
     ends = limits.eos if mask is not None or not params.ignore_eos else ()
     banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, ends)
-    if banned and mask is not None and _only(mask, limits.eos):
-        banned = ()  # the grammar allows nothing but the end
+    words = params.word_endings.at(sequence.tokens, sequence.num_prompt) if params.bad_words else ()
+    allowed = mask_of(params.allowed_tokens, vocab) if params.allowed_tokens else None
+    if banned and mask is not None:
+        left = mask if allowed is None else mask & allowed
+        if allows_only(left, (*limits.eos, *words)):
+            banned = ()  # nothing but the end of the grammar is left
     return [
-        Row(params, sequence.choice + extra, sequence.tokens, sequence.num_prompt, banned, mask)
+        Row(
+            params,
+            sequence.choice + extra,
+            sequence.tokens,
+            sequence.num_prompt,
+            (*banned, *words),
+            mask,
+            allowed,
+        )
         for extra in range(draws.choices)
     ]
-
-
-def _only(mask: Words, token_ids: Seq[int]) -> bool:
-    """Whether the mask allows no other tokens than these."""
-    rest = mask.view(np.uint8).copy()
-    for token in token_ids:
-        rest[token >> 3] &= ~(1 << (token & 7)) & 0xFF
-    return not rest.any()
 
 
 def _output(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cluster.errors import EngineRequestError, GrammarDeadEndError, engine_request_error
+from cluster.errors import DeadEndError, EngineRequestError, engine_request_error
 from cluster.protocol.pooling import Pooling
 from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
@@ -248,8 +248,8 @@ class OutputProcessor:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
         request_id = sequence.request.request_id
         level = logging.WARNING if error.field else logging.ERROR  # a field of the request is the reason
-        # Where a grammar ends an answer, the place in the code says nothing, and clients could fill the log with it
-        cause = None if isinstance(error, GrammarDeadEndError) else error.__cause__
+        # Where options end an answer, the place in the code says nothing, and clients could fill the log with it
+        cause = None if isinstance(error, DeadEndError) else error.__cause__
         log.log(level, "request %s failed: %s", request_id, error.message, exc_info=cause)
         output.done.append(request_done(self._scheduler.requests[request_id], error=error))
         if sequence.request.export:

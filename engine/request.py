@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.pooling import Pooling
+from engine.word_endings import WordEndings
 
 if TYPE_CHECKING:
     from engine.compiled_grammar import CompiledGrammar
@@ -55,6 +57,13 @@ class SamplingParams:
     prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used until all are reported
     prompt_top_logprobs: int = 0
     pooling: Pooling = Pooling.NONE  # of the prompt's hidden states to its embedding
+    allowed_tokens: bytes = b""  # a bit for each token id, the lowest first; empty: all may be drawn
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of sequences that the output may not have
+
+    @cached_property
+    def word_endings(self) -> WordEndings:
+        """Of `bad_words`, of which there is one."""
+        return WordEndings(self.bad_words)
 
 
 SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {

@@ -179,7 +179,7 @@ class RequestGateway:
         asked.validator.check_text(text, truncated=truncated, field=field)
         scope = self._prefix_scope(tenant, cache_salt)
         work = asked.text.encode(given, special=special, tenant=tenant, scope=scope)
-        return await self._in_time(work, field)
+        return await self.in_time(work, field)
 
     async def converse(
         self,
@@ -210,7 +210,7 @@ class RequestGateway:
             return conversation
 
         chat = served.text.chat(checked, characters, tenant=tenant)
-        conversation, rendered = await self._in_time(chat, field)
+        conversation, rendered = await self.in_time(chat, field)
         plan = await checked_plan(served, tenant, conversation, rendered.text, asked, answered=answered)
         tokens = await self.encode(
             rendered,
@@ -227,17 +227,15 @@ class RequestGateway:
         self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""
     ) -> list[int]:
         """The tokens of each text that `read` returns (ModelText.lengths). Raises DeadlineError."""
-        return await self._in_time(
-            self.model(model).text.lengths(read, characters, tenant=tenant), "messages"
-        )
+        return await self.in_time(self.model(model).text.lengths(read, characters, tenant=tenant), "messages")
 
     async def decode(
         self, tokens: Sequence[int], *, model: str = "", tenant: str = "", field: str = "prompt"
     ) -> str:
         """The text of token ids, which the client's `field` has. Raises DeadlineError."""
-        return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant), field)
+        return await self.in_time(self.model(model).text.decode(tokens, tenant=tenant), field)
 
-    async def _in_time(self, work: Awaitable[T], field: str) -> T:
+    async def in_time(self, work: Awaitable[T], field: str) -> T:
         """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""
         seconds = self.config.request_seconds
         try:

@@ -36,7 +36,11 @@ def outcome_name(outcome: common_pb2.AttemptOutcome.ValueType) -> str:
 def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
     values = {name: getattr(params, name) for name in _SAMPLING}
     unset_is_1 = {name: values[name] or 1.0 for name in ("top_p", "repetition_penalty")}
-    lists = {"stop_token_ids": tuple(params.stop_token_ids), "logit_bias": dict(params.logit_bias)}
+    lists = {
+        "stop_token_ids": tuple(params.stop_token_ids),
+        "logit_bias": dict(params.logit_bias),
+        "bad_words": tuple(tuple(unpack_tokens(word)) for word in params.bad_words),
+    }
     return SamplingParams(**{**values, **unset_is_1, **lists, "pooling": Pooling(params.pooling)})
 
 

@@ -4,6 +4,7 @@ message can be computed at all, because one message must not end a worker for al
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,8 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
+    _check_allowed(spec.sampling.allowed_tokens, limits.vocab_size)
+    _check_words(spec.sampling.bad_words, limits.vocab_size)
     _check_pooling(spec, limits)
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
@@ -123,6 +126,22 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
         if token >= vocab_size:
             raise invalid("logit_bias", f"token ids must lie in 0 … {vocab_size - 1}")
         _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_allowed(bitmap: bytes, vocab_size: int) -> None:
+    if len(bitmap) > (vocab_size + 7) // 8 or int.from_bytes(bitmap, "little") >> vocab_size:
+        raise invalid("allowed_tokens", f"token ids must lie in 0 … {vocab_size - 1}")
+    if bitmap and not any(bitmap):
+        raise invalid("allowed_tokens", "at least one must be allowed")
+
+
+def _check_words(words: Sequence[bytes], vocab_size: int) -> None:
+    if len(words) > vocab_size:
+        raise invalid("bad_words", f"more entries than the vocabulary has tokens: {vocab_size}")
+    for word in words:
+        if not word:
+            raise invalid("bad_words", "each must have a token")
+        _check_packed("bad_words", word, vocab_size)
 
 
 def _check_number(field: str, value: float, low: float, high: float) -> None:

@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from wire import common_pb2
 from wire import inference_pb2 as pb
 
-_REPEATED = frozenset({"stop", "stop_token_ids"})
+_REPEATED = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _RULES = tuple(field.name for field in common_pb2.Grammar.DESCRIPTOR.fields)
 _OF_CHAT = frozenset(
     {
@@ -114,6 +114,8 @@ def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, val
     with naming(name):
         if name in _REPEATED:
             getattr(options, name).extend([value] if isinstance(value, str) else value)
+            if name == "allowed_token_ids" and not getattr(options, name):
+                raise ValueError("must name at least one token")  # on the wire an empty list allows all
         elif name == "logit_bias":
             getattr(options, name).update(value)
         else:

@@ -56,6 +56,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int  # alternatives to report beside the chosen token; left out = none
     prompt_logprobs: int  # the same beside each token of the prompt
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]  # the only tokens of answers
+    bad_words: Sequence[str]  # that answers may not have, by their tokens
     include_stop_text: bool
     priority: int  # higher is more important
     # The grammar that every answer must match: at most one of these four

@@ -216,6 +216,9 @@ class RequestLimits(Frozen):
     max_stop_string_characters: Count = Field(1024, ge=1, description="characters of one string in stop")
     max_stop_token_ids: Count = Field(64, ge=0, description="entries of stop_token_ids")
     max_logit_bias: Count = Field(1024, ge=0, description="entries of logit_bias")
+    max_allowed_token_ids: Count = Field(1 << 17, ge=0, description="entries of allowed_token_ids")
+    max_bad_words: Count = Field(128, ge=0, description="entries of bad_words")
+    max_bad_word_characters: Count = Field(256, ge=1, description="characters of one entry of bad_words")
     max_logprobs: Count = Field(20, ge=0, description="alternatives for each token")
     max_answer_entries: Count = Field(
         1 << 18,

@@ -11,7 +11,8 @@ from cluster.errors import WireVersionError
 # 6: tools, reasoning and parsed parts; a request may be for an adapter, which its workers must not leave out.
 # 7: log probabilities of a prompt are sent within the router's credit.
 # 8: a request may be for an embedding, which its workers must not leave out.
-WIRE_VERSION = 8
+# 9: a request may exclude tokens (allowed_tokens, bad_words), which its workers must not leave out.
+WIRE_VERSION = 9
 
 
 def check_wire_version(version: int, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Logit bias, penalties, forbidden tokens and grammar masks, for all rows of a step at once."""
+"""Logit bias, penalties, forbidden tokens and masks, for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ class Adjustments:
         bias = params.logit_bias
         if bias and not (min(bias) >= 0 and max(bias) < self._vocab):
             raise IndexError(f"logit_bias names a token beyond the vocabulary of {self._vocab}")
+        if params.bad_words and params.word_endings.largest_id >= self._vocab:
+            raise IndexError(f"bad_words name a token beyond the vocabulary of {self._vocab}")
         if bias:
             self._bias.add(number, np.array(list(bias)), np.array(list(bias.values()), dtype=np.float64))
         if params.repetition_penalty != 1.0:
@@ -74,8 +76,8 @@ class Adjustments:
             self._frequency.add(number, ids, amounts)
         if row.forbidden:
             self._forbidden.add(number, np.array(row.forbidden), np.full(len(row.forbidden), -np.inf))
-        if row.mask is not None:
-            self._masks[number] = row.mask
+        if (mask := row.whole_mask) is not None:
+            self._masks[number] = mask
 
     def changes(self, convert: Callable[[NDArray[Any]], T]) -> Changes[T]:
         """The changes for `apply`, each array converted by `convert`, e.g. to a tensor of the device."""

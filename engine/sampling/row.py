@@ -26,8 +26,16 @@ class Row:
     choice: int
     tokens: Sequence[int]
     num_prompt: int
-    forbidden: tuple[int, ...]  # ids that min_tokens forbids now
+    forbidden: tuple[int, ...]  # ids that min_tokens and bad_words forbid now
     mask: Words | None = None  # a bit for each token that the grammar allows now
+    allowed: Words | None = None  # the same of allowed_tokens
+
+    @property
+    def whole_mask(self) -> Words | None:
+        """What `mask` and `allowed` leave; None: every token."""
+        if self.mask is None or self.allowed is None:
+            return self.allowed if self.mask is None else self.mask
+        return self.mask & self.allowed
 
     @property
     def key(self) -> DrawKey:

@@ -5,8 +5,9 @@ Order of operations, each for all rows at once:
  2. logit_bias is added
  3. repetition penalty (prompt and output; its result is kept within ±1e30: a tiny penalty makes no infinity), then
     presence and frequency penalties (output)
- 4. min_tokens: end-of-sequence and stop ids are forbidden until reached
- 5. the grammar's mask: every other token is forbidden
+ 4. min_tokens: end-of-sequence and stop ids are forbidden until reached; bad_words: the last token of each that the
+    output has begun
+ 5. the grammar's mask, and that of allowed_tokens: every other token is forbidden
  6. temperature below 1e-5: the largest logit, the lowest id among equals; done
  7. the temperature is at least 1e-2
  8. top-k, then min-p, then top-p on what is left; among equal logits lower ids go first
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.errors import EngineRequestError, GrammarDeadEndError, engine_request_error
+from cluster.errors import DeadEndError, EngineRequestError, GrammarDeadEndError, engine_request_error
 from engine.sampling.adjust import adjustments_of, apply
 from engine.sampling.cuts import keep
 from engine.sampling.draw import draw
@@ -114,6 +115,12 @@ def no_maximum(excluded: bool, row: Row) -> EngineRequestError:
         return GrammarDeadEndError(
             "grammar: every token that it allows next is excluded by the other options, or has no probability",
             field="grammar",
+        )
+    if excluded and (row.allowed is not None or row.params.bad_words):
+        field = "bad_words" if row.allowed is None else "allowed_token_ids"
+        return DeadEndError(
+            f"{field}: together with the other options it excludes every token, or those left have no probability",
+            field=field,
         )
     if row.forbidden and excluded:
         return EngineRequestError(

@@ -337,7 +337,7 @@ class RequestDispatcher:
             return
         reason = event.reason
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
-        if isinstance(reason, errors.InvalidRequestError | errors.GrammarDeadEndError):
+        if isinstance(reason, errors.InvalidRequestError | errors.DeadEndError):
             raise reason
         if isinstance(reason, errors.AdapterMissingError):
             refused = outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED  # by the decode worker

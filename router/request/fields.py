@@ -226,9 +226,11 @@ class Length(_Marker):
     high: int | str
 
     def check(self, value: str, info: ValidationInfo) -> str:
-        high = limits_of(info)[self.high] if isinstance(self.high, str) else self.high
+        high, setting = self.high, ""
+        if isinstance(high, str):
+            high, setting = limits_of(info)[high], f" ({high})"
         if not self.low <= len(value) <= high:
-            raise wrong(f"must have {self.low} … {high} characters", high)
+            raise wrong(f"must have {self.low} … {high} characters{setting}", high)
         return value
 
     def bounds(self, schema: Schema) -> Mapping[str, Bound]:
@@ -248,7 +250,7 @@ class AtMost(_Marker):
             return value  # of the wrong type
         most = limits_of(info)[self.limit]
         if len(value) > most:
-            raise wrong(f"at most {most} entries are allowed", most)
+            raise wrong(f"at most {most} entries are allowed ({self.limit})", most)
         if isinstance(value, list | dict):
             return value
         return dict(value) if isinstance(value, Mapping) else list(value)

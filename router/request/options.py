@@ -116,6 +116,16 @@ class GenerationOptions(RequestModel):
         return None
 
     @property
+    def allowed_ids(self) -> Sequence[int] | None:
+        """The only tokens that answers may have; None: they may have any."""
+        return None
+
+    @property
+    def excluded_words(self) -> Sequence[str]:
+        """Texts whose tokens answers may not have."""
+        return ()
+
+    @property
     def echoes(self) -> bool:
         """Whether the prompt precedes the answer of every choice."""
         return False

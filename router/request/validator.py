@@ -16,6 +16,7 @@ from router.request.completion import Completion
 from router.request.fields import range_error, read, refuse
 from router.request.limits import FieldLimits
 from router.request.options import DEFAULTS, GenerationOptions
+from router.request.token_options import NO_EXCLUSIONS, Exclusions
 from router.text.tokenizer import ModelText
 from wire import common_pb2
 
@@ -38,6 +39,7 @@ class Envelope:
     explain: bool = False
     deadline_seconds: float | None = None
     prompts: int = 1  # of the whole request, which share max_answer_entries
+    exclusions: Exclusions = NO_EXCLUSIONS  # by its options, with the tokens of its bad_words
 
 
 class Validator:
@@ -81,7 +83,7 @@ class Validator:
         n = options.n or 1
         if resumed and n > 1:
             raise refuse("resume_tokens", "a resumed request has one choice", "n = 1")
-        sampling = self._sampling(options, len(tokens), envelope.prompts * n)
+        sampling = self._sampling(options, len(tokens), envelope.prompts * n, envelope.exclusions)
         if resumed and len(resumed) >= sampling.max_tokens:
             raise refuse(
                 "resume_tokens",
@@ -245,7 +247,9 @@ class Validator:
             raise refuse(name, f"token ids must lie in 0 … {last}", last)
         return tokens
 
-    def _sampling(self, options: GenerationOptions, prompt: int, choices: int) -> common_pb2.SamplingParams:
+    def _sampling(
+        self, options: GenerationOptions, prompt: int, choices: int, exclusions: Exclusions
+    ) -> common_pb2.SamplingParams:
         """`choices`: of all the request's prompts."""
         most = self._config.max_logprobs
         alternatives = self._whole_number(options.alternatives_field, options.alternatives, 0, 0, most)
@@ -262,6 +266,8 @@ class Validator:
             ignore_eos=bool(options.ignore_eos),
             stop_token_ids=self._tokens("stop_token_ids", options.stop_token_ids),
             logit_bias=options.logit_bias,
+            allowed_tokens=exclusions.allowed_tokens,
+            bad_words=exclusions.bad_words,
             logprobs=options.alternatives is not None,
             top_logprobs=alternatives,
             prompt_logprobs=of_prompt is not None,

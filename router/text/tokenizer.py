@@ -15,6 +15,7 @@ from cluster.errors import InvalidRequestError, ModelError
 from cluster.fair_threads import FairThreads
 from cluster.protocol import model_limits, output_head
 from cluster.protocol.pooling import Embedding
+from router.text.bad_words import word_tokens
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
@@ -274,6 +275,13 @@ class ModelText:
             return list(map(len, self.tokenizer.encode_batch_fast(list(read()), add_special_tokens=False)))
 
         return await self._pool_for(characters).run(tenant, counted)
+
+    async def words(self, words: Sequence[str], *, tenant: str = "") -> list[list[int]]:
+        """The token ids of words that answers may not have (`word_tokens`)."""
+        characters = 2 * sum(map(len, words))
+        if characters <= INLINE_CHARACTERS:
+            return word_tokens(self.tokenizer, words)
+        return await self._pool_for(characters).run(tenant, word_tokens, self.tokenizer, words)
 
     async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
         """The text of token ids, special ones included."""

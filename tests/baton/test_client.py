@@ -64,6 +64,15 @@ def test_options_left_out_stay_unset_and_zero_is_sent(stream: Streamer, router: 
     assert dict(options.logit_bias) == {3: -1.5}
 
 
+def test_excluded_tokens_arrive(stream: Streamer, router: StubRouter) -> None:
+    stream(router.address, "x", max_tokens=1, allowed_token_ids=(5, 7), bad_words=["a", " b"])
+    stream(router.address, "x", max_tokens=1, allowed_token_ids=None, bad_words="ab")
+    stream(router.address, "x", max_tokens=1, bad_words=[])
+    sent = [one.options for one in router.inference.requests]
+    assert [list(one.allowed_token_ids) for one in sent] == [[5, 7], [], []]
+    assert [list(one.bad_words) for one in sent] == [["a", " b"], ["ab"], []]
+
+
 def test_a_single_choice_may_be_a_text(stream: Streamer, router: StubRouter) -> None:
     """A text is a sequence of texts too: its characters are not the choices."""
     stream(router.address, "hi", choice="yes")
@@ -103,6 +112,9 @@ def test_each_of_several_choices_has_its_own_tokens(stream: Streamer, router: St
         ({"temperature": "hot"}, "temperature"),
         ({"temprature": 1.0}, "temprature"),
         ({"stop": ["\ud800"]}, "stop"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),  # on the wire it would allow all
+        ({"bad_words": [5]}, "bad_words"),
     ],
 )
 def test_values_that_the_wire_cannot_carry_are_refused_by_name(

@@ -14,7 +14,7 @@ from engine.request import ChainReport, EngineRequest, FinishReason, SamplingPar
 from engine.sampling.device_sampler import DeviceSampler
 from engine.speculation.draft_model import DraftRunner
 from engine.speculation.per_sequence import PerSequence, Proposer
-from tests.engine.fake_model import FakeRunner
+from tests.engine.fake_model import VOCAB, FakeRunner
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class Seen:
 
 
 def some_requests(seed: int) -> list[EngineRequest]:
-    rng = random.Random(seed)
+    rng, of_words = random.Random(seed), random.Random(seed + 1000)
     requests = []
     for i in range(24):
         params = SamplingParams(
@@ -44,10 +44,22 @@ def some_requests(seed: int) -> list[EngineRequest]:
             repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.2]),
             logprobs=rng.random() < 0.3,
             top_logprobs=2,
+            **_exclusions(of_words),
         )
         prompt = [rng.randint(3, 6) for _ in range(rng.randint(1, 20))]
         requests.append(EngineRequest(f"r{i}", prompt, params, n=rng.choice([1, 1, 2, 3])))
     return requests
+
+
+def _exclusions(rng: random.Random) -> dict[str, Any]:
+    """Of a third of the requests: half of the tokens, some words of one token, or a few of two."""
+    tokens = [rng.sample(range(VOCAB), 48) for _ in range(2)]
+    kinds: list[dict[str, Any]] = [
+        {"allowed_tokens": sum(1 << token for token in {2, *tokens[0]}).to_bytes(13, "little")},
+        {"bad_words": tuple((token,) for token in tokens[0])},
+        {"bad_words": tuple(zip(*tokens, strict=True))},
+    ]
+    return rng.choices([{}, *kinds], weights=[16, 4, 3, 1])[0]
 
 
 def serve(

@@ -149,9 +149,15 @@ def test_a_step_under_way_is_collected_though_nothing_else_can_run():
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+    "sampling",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"bad_words": ((5, 6),)},
+    ],
 )
-def test_penalties_wait_for_the_tokens(sampling):
+def test_penalties_and_words_wait_for_the_tokens(sampling):
     runner = FakeRunner(40, overlap="on")
     engine = Engine(runner, runner.config, secret=b"o")
     engine.add(EngineRequest("one", [5] * 6, greedy(12, **sampling)))

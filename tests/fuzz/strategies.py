@@ -62,6 +62,7 @@ _PLAUSIBLE: dict[str, Anything] = {
     "skip_special_tokens": leaves,
     "spaces_between_special_tokens": leaves,
     "bad_words": st.lists(texts, max_size=2),
+    "allowed_token_ids": tokens,
     "reasoning_effort": st.one_of(texts, st.sampled_from(["low", "high"])),
     "priority": st.integers(-40000, 40000),
     "return_token_ids": st.booleans(),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.protocol.block_hash import pack_tokens
 from engine.request import MAX_PENALTY
+from tests.engine.sampling.grammar.grammars import bitmap
 from tests.fuzz.conftest import few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.worker_messages import message
@@ -24,7 +25,7 @@ SMALLEST, TINY, HUGE = (
     float(np.float32(value)) for value in (1e-45, np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
 DONE = common_pb2.ATTEMPT_OUTCOME_DONE
-OF_ONE_REQUEST = "EngineRequestError"  # its logits had no finite maximum, for example
+OF_ONE_REQUEST = ("EngineRequestError", "DeadEndError")  # its logits had no finite maximum, for example
 
 
 def _edges(low: float, high: float) -> st.SearchStrategy[float]:
@@ -58,6 +59,15 @@ fields: dict[str, st.SearchStrategy[Any]] = {
         st.dictionaries(token_ids, _edges(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS), max_size=4),
         _edges(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).map(lambda bias: dict.fromkeys(range(VOCABULARY), bias)),
     ),
+    "allowed_tokens": st.one_of(
+        st.lists(token_ids, min_size=1, max_size=3).map(bitmap),
+        st.just(bitmap(list(range(VOCABULARY)))),
+    ),
+    "bad_words": st.one_of(
+        st.lists(st.lists(token_ids, min_size=1, max_size=4).map(pack_tokens), max_size=4),
+        st.just([pack_tokens([token]) for token in range(VOCABULARY)]),
+        st.just([pack_tokens([token] * 2) for token in range(VOCABULARY)]),
+    ),
 }
 
 
@@ -69,6 +79,8 @@ def samplings(draw: st.DrawFn) -> common_pb2.SamplingParams:
         value = draw(fields[name])
         if name == "stop_token_ids":
             made.stop_token_ids.extend(value)
+        elif name == "bad_words":
+            made.bad_words.extend(value)
         elif name == "logit_bias":
             made.logit_bias.update(value)
         else:
@@ -106,7 +118,7 @@ def judge(
     kind: str,
 ) -> None:
     if end.outcome != DONE:
-        assert end.error.code == OF_ONE_REQUEST, (spec, end)
+        assert end.error.code in OF_ONE_REQUEST, (spec, end)
         tally.count(kind, REFUSED)
         return
     assert all(token.token_id < VOCABULARY for token in tokens)

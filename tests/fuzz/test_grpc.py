@@ -78,6 +78,8 @@ def _options() -> st.SearchStrategy[pb.GenerateOptions]:
         "ignore_eos": st.booleans(),
         "logprobs": st.integers(0, 25),
         "logit_bias": st.dictionaries(st.integers(0, 600), _floats, max_size=4),
+        "allowed_token_ids": st.lists(st.integers(0, 600), max_size=5),
+        "bad_words": st.lists(_texts, max_size=3),
         "include_stop_text": st.booleans(),
         "priority": st.integers(-(2**31), 2**31 - 1),
     }

@@ -17,6 +17,7 @@ from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
+from engine.sampling.masks import mask_of
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 from tests.harness.checkpoints import prompt_ids
@@ -115,7 +116,7 @@ def test_steps_launched_ahead_give_the_same(temperature, device, model):
     assert answers[0] == answers[1]
 
 
-def some_rows() -> list[Row]:
+def some_rows(vocab: int) -> list[Row]:
     """Every kind of setting, alone and together."""
     settings = [
         SamplingParams(
@@ -132,12 +133,23 @@ def some_rows() -> list[Row]:
         )
         for i in range(120)
     ]
-    return [Row(one, i % 3, [1, 2, 7, 7, 9], 2, (5,) if i % 8 == 0 else ()) for i, one in enumerate(settings)]
+    allowed = mask_of(b"\x96" * (vocab // 8), vocab)
+    return [
+        Row(
+            one,
+            i % 3,
+            [1, 2, 7, 7, 9],
+            2,
+            (5, 5, 7) if i % 8 == 0 else (),
+            allowed=allowed if i % 9 == 4 else None,
+        )
+        for i, one in enumerate(settings)
+    ]
 
 
 @pytest.mark.parametrize("vocab", [1000, 32000, 128256])
 def test_the_sampler_draws_what_the_cpu_draws(vocab, device):
-    rows = some_rows()
+    rows = some_rows(vocab)
     logits = 4 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(0))
     there, sampler = logits.to(device), DeviceSampler(torch.device(device))
     source = list(range(len(rows)))

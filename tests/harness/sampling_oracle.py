@@ -55,7 +55,7 @@ def noise(vocab: int, seed: int, choice: int, position: int) -> Floats:
 def adjusted(
     logits: Floats, params: SamplingParams, tokens: Sequence[int], num_prompt: int, banned: Sequence[int] = ()
 ) -> Floats:
-    """Bias, penalties and bans. `tokens` is prompt + output."""
+    """Bias, penalties, bans and exclusions. `tokens` is prompt + output."""
     result = logits.astype(np.float64)
     for token, bias in params.logit_bias.items():
         result[token] += bias
@@ -68,7 +68,19 @@ def adjusted(
     for token, count in Counter(tokens[num_prompt:]).items():
         result[token] -= params.presence_penalty + count * params.frequency_penalty
     result[list(banned)] = -np.inf
+    _exclude(result, params, list(tokens[num_prompt:]))
     return result
+
+
+def _exclude(row: Floats, params: SamplingParams, output: list[int]) -> None:
+    """By a word that the output has begun, and by the list of allowed tokens."""
+    for *beginning, last in params.bad_words:
+        if len(beginning) <= len(output) and beginning == output[len(output) - len(beginning) :]:
+            row[last] = -np.inf
+    for token in range(len(row)) if params.allowed_tokens else ():
+        byte = token // 8
+        if byte >= len(params.allowed_tokens) or not params.allowed_tokens[byte] >> token % 8 & 1:
+            row[token] = -np.inf
 
 
 def is_greedy(params: SamplingParams) -> bool:

@@ -23,7 +23,7 @@ class Gateway(SimpleNamespace):
     preparing, _preparing = RequestGateway.preparing, RequestGateway._preparing
     model, models, further = RequestGateway.model, RequestGateway.models, RequestGateway.further
     check_message, check_ticket = RequestGateway.check_message, RequestGateway.check_ticket
-    _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
+    in_time, _prefix_scope = RequestGateway.in_time, RequestGateway._prefix_scope
     _rate_limits, _owned = RequestGateway._rate_limits, RequestGateway._owned
     counted, _buckets = RequestGateway.counted, RequestGateway._buckets
     decode, lengths = RequestGateway.decode, RequestGateway.lengths

@@ -11,6 +11,7 @@ from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.names import check_transfer_id
 from wire import common_pb2
+from worker.convert import sampling_from_wire
 from worker.validate import SpecLimits, check_spec
 
 LIMITS = SpecLimits("model", 100, 8, 50)
@@ -36,6 +37,9 @@ def test_valid_values_pass():
     check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
     check_spec(spec(grammar=common_pb2.Grammar(regex="x+")), LIMITS)
     check_spec(spec({"temperature": 2.0, "logit_bias": {99: -100.0}, "top_logprobs": 100}), LIMITS)
+    check_spec(
+        spec({"allowed_tokens": b"\0" * 12 + b"\x08", "bad_words": [pack_tokens([99, 0, 99])]}), LIMITS
+    )
     check_transfer_id(bytes(16))
 
 
@@ -86,6 +90,13 @@ def test_a_mistake_is_named(field, more):
         ("stop_token_ids", [100]),
         ("stop_token_ids", [1] * 101),
         ("logit_bias", {1: float("nan")}),
+        ("allowed_tokens", b"\0" * 12 + b"\x10"),  # token 100
+        ("allowed_tokens", b"\1" + b"\0" * 13),
+        ("allowed_tokens", b"\0\0"),
+        ("bad_words", [b""]),
+        ("bad_words", [pack_tokens([1]), b"\1\0\0"]),
+        ("bad_words", [pack_tokens([1, 100])]),
+        ("bad_words", [pack_tokens([1])] * 101),
     ],
 )
 def test_how_to_sample_is_checked_too(field, value):
@@ -124,3 +135,11 @@ def test_an_embedding_is_of_a_prompt_alone(sampling, more):
     with pytest.raises(InvalidRequestError) as raised:
         check_spec(spec(sampling, **more), LIMITS)
     assert raised.value.field == "pooling"
+
+
+def test_what_a_request_excludes_arrives_as_it_was_sent():
+    sampling = {"allowed_tokens": b"\x05\x00\x80", "bad_words": [pack_tokens([5]), pack_tokens([1, 2, 99])]}
+    params = sampling_from_wire(spec(sampling).sampling)
+    assert params.allowed_tokens == b"\x05\x00\x80" and params.bad_words == ((5,), (1, 2, 99))
+    unset = sampling_from_wire(spec().sampling)
+    assert (unset.allowed_tokens, unset.bad_words) == (b"", ())

@@ -19,6 +19,7 @@ from router.admission.admission import Place
 from router.dispatch.services import Identity
 from router.dispatch.turn import Turn
 from router.frontends.answer_room import expect_answer
+from router.frontends.exclusions import read_exclusions
 from router.frontends.grpc.conversation import (
     check_conversation,
     named_in_chat,
@@ -43,6 +44,7 @@ from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel, listed
+from router.request.token_options import Exclusions, TokenOptions
 from router.request.validator import Envelope
 from wire import common_pb2
 from wire import inference_pb2 as pb
@@ -69,7 +71,7 @@ def _grammar(message: common_pb2.Grammar) -> RequestedGrammar:
         raise wrong(str(error)) from None
 
 
-class GrpcOptions(GenerationOptions):
+class GrpcOptions(TokenOptions):
     grammar: Annotated[RequestedGrammar | None, PlainValidator(_grammar)] = None
     prompt_logprobs: LogprobCount | None = None
 
@@ -185,14 +187,15 @@ class InferenceService:
         options = _options(request, limits)
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        costly = kind != "token_ids" or options.asked_grammar is not None
+        costly = kind != "token_ids" or options.asked_grammar is not None or bool(options.excluded_words)
         resumed = bool(request.resume_ticket)
         async with (
             contextlib.nullcontext() if resumed else self._counted_if_left(caller, model),
             self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly),
         ):
             prompt = await self._prompt(request, model, caller, options.asked_grammar)
-            envelope = _envelope(request, context)
+            exclusions = await read_exclusions(self._gateway, model, options, caller.tenant)
+            envelope = _envelope(request, context, exclusions)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.field)
             check_allowed(made, caller)
             identity = self._gateway.check_ticket(made, caller) if resumed else None
@@ -318,7 +321,7 @@ def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOpti
     return read(GrpcOptions, {field.name: value for field, value in request.options.ListFields()}, limits)
 
 
-def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
+def _envelope(request: pb.GenerateRequest, context: Context, exclusions: Exclusions) -> Envelope:
     return Envelope(
         request_id=request.request_id,
         model=request.model,
@@ -327,6 +330,7 @@ def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
         reconnects=request.reconnects,
         explain=request.explain,
         deadline_seconds=context.time_remaining(),
+        exclusions=exclusions,
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from cluster.errors import (
     BatonError,
     ContextLengthError,
+    DeadEndError,
     DrainingError,
     EngineBusyError,
     ForbiddenError,
@@ -40,6 +41,7 @@ _CODES: dict[type[BatonError], str] = {
     ForbiddenError: "insufficient_permissions",
     DrainingError: "draining",
     EngineBusyError: "overloaded",
+    DeadEndError: "dead_end",
     GrammarDeadEndError: "grammar_dead_end",
 }
 _OF_THE_REQUEST = (
@@ -47,7 +49,7 @@ _OF_THE_REQUEST = (
     RequestTooLargeError,
     UnauthenticatedError,
     ForbiddenError,
-    GrammarDeadEndError,
+    DeadEndError,
 )
 
 

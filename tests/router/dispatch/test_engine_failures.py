@@ -14,6 +14,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
+    DeadEndError,
     DrainingError,
     EngineBusyError,
     EngineFailedError,
@@ -72,9 +73,10 @@ async def test_a_request_that_met_busy_engines_may_be_sent_again(text, monkeypat
 
 @pytest.mark.parametrize("tokens", [0, 2])
 @pytest.mark.parametrize("source", list(Source))
-async def test_a_dead_end_of_a_grammar_is_not_tried_elsewhere(text, monkeypatch, source, tokens):
-    world = Failing(text, [(source, GrammarDeadEndError("grammar: no token", field="grammar"), tokens)])
-    with pytest.raises(GrammarDeadEndError):
+@pytest.mark.parametrize("kind", [DeadEndError, GrammarDeadEndError])
+async def test_a_dead_end_is_not_tried_elsewhere(text, monkeypatch, source, tokens, kind):
+    world = Failing(text, [(source, kind("grammar: no token", field="grammar"), tokens)])
+    with pytest.raises(kind):
         await run(world, monkeypatch)
     assert len(world.attempts) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from router.frontends.http.openapi.document import request_schemas
 from router.request.fields import RequestModel, filled, read, shown
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.options import DEFAULTS, GenerationOptions
+from router.request.token_options import Exclusions, TokenOptions
 from wire import common_pb2, inference_pb2
 
 TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
@@ -72,6 +74,8 @@ def test_every_entry_of_a_list_counts() -> None:
         ("stop_token_ids", [1, "a"]),
         ("logit_bias", {"1": 1.0, "2": "a"}),
         ("logit_bias", {"1": 1.0, "a": 1.0}),
+        ("allowed_token_ids", [1, "a"]),
+        ("bad_words", ["a", 1]),
     ):
         assert refused({field: value}).field == field
 
@@ -87,7 +91,7 @@ def test_schemas_have_no_unfilled_limits() -> None:
 def test_the_message_and_the_model_have_the_same_options() -> None:
     options = {field.name for field in inference_pb2.GenerateOptions.DESCRIPTOR.fields}
     own = {"grammar", "prompt_logprobs"}
-    assert options == set(GrpcOptions.model_fields) == {*GenerationOptions.model_fields, *own}
+    assert options == set(GrpcOptions.model_fields) == {*TokenOptions.model_fields, *own}
 
 
 def test_workers_get_every_option_that_concerns_them() -> None:
@@ -95,7 +99,9 @@ def test_workers_get_every_option_that_concerns_them() -> None:
     routers_own = {"n", "stop", "include_stop_text", "priority"}
     of_endpoints = {"top_logprobs", "prompt_logprobs", "prompt_top_logprobs"}  # names differ
     of_endpoints |= {"pooling"}  # chosen by /v1/embeddings
+    of_endpoints |= {"allowed_tokens", "bad_words"}  # as workers have them: router/request/token_options.py
     assert sampling - of_endpoints == set(GenerationOptions.model_fields) - routers_own
+    assert {"allowed_tokens", "bad_words"} == {one.name for one in dataclasses.fields(Exclusions)}
     assert set(DEFAULTS) < sampling
 
 

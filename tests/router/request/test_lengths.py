@@ -29,7 +29,7 @@ from router.frontends.http.serving import Serving
 from router.observe.traces import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
-from router.request.options import GenerationOptions
+from router.request.token_options import TokenOptions
 from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
@@ -275,14 +275,16 @@ class UnreadObject(Mapping[str, Any]):
         ("stop", "max_stop_strings", Unread),
         ("stop_token_ids", "max_stop_token_ids", Unread),
         ("logit_bias", "max_logit_bias", UnreadObject),
+        ("allowed_token_ids", "max_allowed_token_ids", Unread),
+        ("bad_words", "max_bad_words", Unread),
     ],
 )
 def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit, entries):
     limits = gateway.first.validator.limits
     most = getattr(gateway.config, limit)
     with pytest.raises(Walked):
-        read(GenerationOptions, {field: entries(most)}, limits)
-    for model, more in ((GenerationOptions, {}), (CompletionRequest, {"prompt": "a"})):
+        read(TokenOptions, {field: entries(most)}, limits)
+    for model, more in ((TokenOptions, {}), (CompletionRequest, {"prompt": "a"})):
         with pytest.raises(InvalidRequestError) as caught:
             read(model, {field: entries(most + 1), **more}, limits)
         assert (caught.value.field, caught.value.limit) == (field, str(most))

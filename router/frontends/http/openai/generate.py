@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from cluster.security.keys import Caller
+from router.frontends.exclusions import read_exclusions
 from router.frontends.http.answer_size import TOKEN_BYTES, TOKEN_ID_BYTES
 from router.frontends.http.connection.exchange import Exchange
 from router.frontends.http.gate import caller_of
@@ -71,6 +72,8 @@ class Generate:
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
             )
+            exclusions = await read_exclusions(self._gateway, model, options, caller.tenant)
+            envelope = replace(envelope, exclusions=exclusions)
             view = ChatView(options.include_reasoning is not False, options.names_tool)
             return self._parsed(ChatShape, model, caller, options, [prompt], envelope, arrival, view)
 
@@ -85,6 +88,8 @@ class Generate:
         async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
                 await model.grammars.check(caller.tenant, asked)
+            exclusions = await read_exclusions(self._gateway, model, options, caller.tenant)
+            envelope = replace(envelope, exclusions=exclusions)
             encode = partial(
                 self._gateway.encode,
                 model=model.name,

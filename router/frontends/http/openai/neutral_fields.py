@@ -32,11 +32,9 @@ class NeutralFields(GenerationOptions):
     prediction: Annotated[Any, OnlyNeutral()] = None
     web_search_options: Annotated[Any, OnlyNeutral()] = None
     skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
-    bad_words: Annotated[Any, OnlyNeutral([])] = None
     moderation: Annotated[Any, OnlyNeutral()] = None
 
     # Of vLLM
-    allowed_token_ids: Annotated[Any, OnlyNeutral()] = None
     chat_template: Annotated[Any, OnlyNeutral()] = None
     documents: Annotated[Any, OnlyNeutral()] = None
     early_stopping: Annotated[Any, OnlyNeutral(False)] = None

@@ -50,6 +50,7 @@ from router.request.options import (
     TruncatePromptTokens,
     template_effort,
 )
+from router.request.token_options import TokenOptions
 from router.request.tools import (
     MAX_KWARGS,
     check_count,
@@ -134,7 +135,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: Flag = Field(None, description="each chunk with the usage so far")
 
 
-class HttpRequest(NeutralFields):
+class HttpRequest(TokenOptions, NeutralFields):
     """The fields of both endpoints."""
 
     model_config = CLOSED

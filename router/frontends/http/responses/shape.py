@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from cluster.errors import BatonError, GrammarDeadEndError, InvalidRequestError, OverloadedError, cut
+from cluster.errors import BatonError, DeadEndError, InvalidRequestError, OverloadedError, cut
 from router.frontends.http.openai.shapes import baton, token_logprobs
 from router.frontends.http.responses.request import ENCRYPTED_REASONING, LOGPROBS, ResponseRequest
 from router.link.token import Token
@@ -134,5 +134,5 @@ def _code(error: BatonError) -> str:
     """The error's code, one of those that clients know."""
     if isinstance(error, OverloadedError):
         return "rate_limit_exceeded"
-    of_request = isinstance(error, InvalidRequestError | GrammarDeadEndError)
+    of_request = isinstance(error, InvalidRequestError | DeadEndError)
     return "invalid_prompt" if of_request else "server_error"

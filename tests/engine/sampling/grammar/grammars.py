@@ -32,22 +32,6 @@ TABLE = {
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "hot": {"temperature": 5.0},
-    "top_k": {"top_k": 1},
-    "top_p": {"top_p": 0.3},
-    "min_p": {"min_p": 0.5},
-    "repetition_penalty": {"repetition_penalty": 1.7},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "frequency_penalty": {"frequency_penalty": -2.0},
-    "min_tokens": {"min_tokens": 250},
-    "ignore_eos": {"ignore_eos": True},
-    "logit_bias": {"logit_bias": {EOS: 100.0, 3: -100.0, 200: 100.0}},
-    "logprobs": {"logprobs": True, "top_logprobs": 3},
-    "stop_token_ids": {"stop_token_ids": (191, 192), "min_tokens": 3},  # bytes that JSON has only escaped
-    "seed": {"seed": 2**63 + 5},
-}
 
 
 class RandomRunner(FakeRunner):
@@ -159,3 +143,33 @@ def check_json(answers: Answers, name: str, schema: Schema, choice: int = 0) -> 
     assert answers.error(name) is None, answers.error(name)
     assert answers.finish(name, choice) is FinishReason.STOP, answers.text(name, choice)
     validate(answers.text(name, choice), schema)
+
+
+def bitmap(ids: list[int]) -> bytes:
+    """`allowed_tokens` of these ids."""
+    found = 0
+    for token in ids:
+        found |= 1 << token
+    return found.to_bytes(max(ids) // 8 + 1, "little")
+
+
+# No answer needs them: after a comma or a bracket of `ages` other digits are left
+UNUSED, BAD_WORDS = tokens_of("56789xyz"), [",1", "[1", "ab", "cde", "w"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 5.0},
+    "top_k": {"top_k": 1},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": -2.0},
+    "min_tokens": {"min_tokens": 250},
+    "ignore_eos": {"ignore_eos": True},
+    "logit_bias": {"logit_bias": {EOS: 100.0, 3: -100.0, 200: 100.0}},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "stop_token_ids": {"stop_token_ids": (191, 192), "min_tokens": 3},  # bytes that JSON has only escaped
+    "seed": {"seed": 2**63 + 5},
+    "allowed_tokens": {"allowed_tokens": bitmap([token for token in range(300) if token not in UNUSED])},
+    "bad_words": {"bad_words": tuple(tuple(tokens_of(word)) for word in BAD_WORDS)},
+}

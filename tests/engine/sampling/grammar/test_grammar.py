@@ -19,9 +19,11 @@ from engine.engine import Engine
 from engine.request import FinishReason
 from tests.engine.fake_model import FakeRunner
 from tests.engine.sampling.grammar.grammars import (
+    BAD_WORDS,
     EOS,
     OPTIONS,
     TABLE,
+    UNUSED,
     RandomRunner,
     check_json,
     grammar_engine,
@@ -99,7 +101,9 @@ def test_answers_match_grammars_of_every_kind(model, device):
 def test_every_pair_of_options_keeps_answers_valid(model, device, speculation, n, monkeypatch):
     """The prompt has an answer's text, which prompt lookup proposes: the grammar and the draws take part of it."""
     monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 60.0)  # a busy machine is no failure
-    engine = grammar_engine(model, device=device, max_batch_requests=256, speculation=speculation)
+    engine = grammar_engine(
+        model, device=device, max_batch_requests=256, speculation=speculation, blocks=8000
+    )
     engine._drafter._rows = 1024  # drafts for all of them, in the same steps
     pairs = {f"{one} {two}": OPTIONS[one] | OPTIONS[two] for one, two in itertools.combinations(OPTIONS, 2)}
     prompt = tokens_of('{"name":"","ages":[]}{"name":"')
@@ -107,6 +111,9 @@ def test_every_pair_of_options_keeps_answers_valid(model, device, speculation, n
     answers = serve(engine, *(replace(request, prompt_tokens=prompt) for request in requests))
     for name, choice in itertools.product(pairs, range(n)):
         check_json(answers, name, TABLE, choice)
+        ids, options = answers.ids(name, choice), name.split()
+        assert "allowed_tokens" not in options or set(ids).isdisjoint(UNUSED)
+        assert "bad_words" not in options or not any(word in answers.text(name, choice) for word in BAD_WORDS)
     stats = engine.stats()
     assert (len(pairs) < stats.draft_tokens_accepted < stats.draft_tokens) == (speculation == "ngram")
 

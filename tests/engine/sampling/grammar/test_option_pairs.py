@@ -21,6 +21,7 @@ from tests.engine.sampling.grammar.grammars import (
     GRAMMAR_CONTEXT,
     OPTIONS,
     TABLE,
+    UNUSED,
     Answers,
     RandomRunner,
     check_json,
@@ -76,6 +77,10 @@ def with_draft_model(model: Path) -> Engine:
     return engine
 
 
+def ends_word(ids: list[int]) -> bool:
+    return any(ids[-len(word) :] == list(word) for word in OPTIONS["bad_words"]["bad_words"])
+
+
 def check(answers: Answers, grammar: GrammarSpec | None, n: int) -> None:
     for name, choice in itertools.product(PAIRS, range(n)):
         if grammar is not None:
@@ -85,6 +90,9 @@ def check(answers: Answers, grammar: GrammarSpec | None, n: int) -> None:
         assert grammar is not None or len(tokens) <= NEW
         values = [(one.logprob, *(value for _, value in one.top_logprobs)) for one in tokens]
         assert all(map(math.isfinite, itertools.chain(*values))), name
+        ids, options = answers.ids(name, choice), name.split()
+        assert "allowed_tokens" not in options or set(ids).isdisjoint(UNUSED)
+        assert "bad_words" not in options or not any(ends_word(ids[:end]) for end in range(1, len(ids) + 1))
         assert ("logprobs" in name.split()) == all(len(one) == 4 for one in values)
 
 

@@ -21,6 +21,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_stop_string_characters": 8,
         "max_stop_token_ids": 3,
         "max_logit_bias": 2,
+        "max_allowed_token_ids": 3,
+        "max_bad_words": 2,
+        "max_bad_word_characters": 8,
         "max_logprobs": 5,
         "max_answer_entries": 1200,
         "max_text_bytes": 4096,
@@ -32,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_prompts": 1,
         "max_stop_token_ids": 0,
         "max_logit_bias": 0,
+        "max_allowed_token_ids": 0,
+        "max_bad_words": 0,
         "max_logprobs": 0,
         "max_json_depth": 4,
         "max_json_elements": 1 << 10,
@@ -46,7 +51,7 @@ SHARED = [
     "seed", "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids",
     "ignore_eos", "logprobs", "top_logprobs", "logit_bias", "include_stop_str_in_output", "priority", "cache_salt",
     "truncate_prompt_tokens", "spaces_between_special_tokens", "stream", "stream_options", "return_token_ids",
-    "reasoning_effort",
+    "reasoning_effort", "allowed_token_ids", "bad_words",
 ]  # fmt: skip
 HARMLESS = [
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -54,7 +59,7 @@ HARMLESS = [
 ]  # fmt: skip
 NEUTRAL = [
     "tools", "tool_choice", "functions", "function_call", "echo", "suffix", "modalities", "audio",
-    "prediction", "web_search_options", "skip_special_tokens", "bad_words", "prompt_logprobs",
+    "prediction", "web_search_options", "skip_special_tokens", "prompt_logprobs",
 ]  # fmt: skip
 STRUCTURED = [
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -134,6 +139,11 @@ SPECIAL: dict[str, list[Any]] = {
     "guided_choice": [["a"], [""], ["a", 1]],
     "guided_grammar": [
         'start: "a" start | "b"', "start: c", '{"grammars": []}', 'start: %json {"x-guidance": {}}',
+    ],
+    "allowed_token_ids": [[0, 7, 4095], [1, 2, 3, 4], [4096], [-1], [2**63], [1.0], ["1"], [5, 5]],
+    "bad_words": [
+        ["the"], ["the", " a cat"], ["a", "b", "c"], ["x" * 8], ["x" * 9], [""], ["a", " "], ["\n"], ["</s>"],
+        "the", ["a", None],
     ],
     "modalities": [["text"], ["audio"], ["text", "text"]],
     "skip_special_tokens": [True],
@@ -239,6 +249,8 @@ TOGETHER: list[dict[str, Any]] = [
     {"priority": "batch", "cache_salt": "mine", "return_token_ids": True},
     {"guided_regex": "a+", "n": 2, "temperature": 0, "ignore_eos": True, "min_tokens": 3},
     {"guided_regex": "a+", "stop": None, "stop_token_ids": []},
+    {"allowed_token_ids": [1, 2], "bad_words": ["the"], "logit_bias": {"5": 5.5}, "min_tokens": 2},
+    {"guided_regex": "a+", "allowed_token_ids": [5], "bad_words": ["b"]},
 ]
 # More than one thing is wrong; which one is named says in what order things are checked.
 SEVERAL: list[dict[str, Any]] = [
@@ -378,6 +390,8 @@ def _other_cases() -> Iterator[Case]:
             "stop",
             "stop_token_ids",
             "logit_bias",
+            "allowed_token_ids",
+            "bad_words",
             "logprobs",
             "foo",
             "echo",

@@ -40,6 +40,8 @@ OPTIONS: dict[str, list[Any]] = {
     "logit_bias": [
         {1: 100.0, 2: -100.0}, {1: 1, 2: 2, 3: 3}, {4095: 0}, {4096: 0}, {1: 100.1}, {1: math.nan}, {1: math.inf},
     ],
+    "allowed_token_ids": [[0, 7, 4095], [1, 2, 3, 4], [4096], [1] * 100_000],
+    "bad_words": [["the"], ["the", " a cat"], ["a", "b", "c"], ["x" * 8], ["x" * 9], [""], ["a", " "]],
     "include_stop_text": [True, False],
     "priority": [0, 5, -5, 32768, 32769, -32768, -32769],
     "grammar": [

@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from cluster.config.router import RouterConfig
+from cluster.protocol.block_hash import unpack_tokens
 from cluster.security.keys import ANYONE, Caller
 from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
@@ -129,6 +130,8 @@ def told(completion: Completion) -> dict[str, Any]:
         **{field.name: value for field, value in sampling.ListFields()},
         "stop_token_ids": list(sampling.stop_token_ids),
         "logit_bias": {str(key): value for key, value in sorted(sampling.logit_bias.items())},
+        "allowed_tokens": sampling.allowed_tokens.hex()[-40:],
+        "bad_words": list(map(unpack_tokens, sampling.bad_words)),
         **{name: getattr(completion, name) for name in _FIELDS},
         "grammar": _grammar(completion),
         "prompt_tokens": _short(completion.prompt_tokens),

@@ -47,7 +47,14 @@ REQUESTS = st.builds(
         if chat
         else None,
         options=pb.GenerateOptions(
-            stop=texts, stop_token_ids=ids, logit_bias=bias, seed=seed, temperature=0.5, top_k=3
+            stop=texts,
+            stop_token_ids=ids,
+            logit_bias=bias,
+            seed=seed,
+            temperature=0.5,
+            top_k=3,
+            allowed_token_ids=ids,
+            bad_words=texts,
         ),
     ),
     st.lists(st.text(min_size=1, max_size=300), max_size=4),
@@ -130,7 +137,7 @@ async def test_numbers_of_packed_lists_are_counted_before_they_are_parsed(lists)
     assert (caught.value.field, caught.value.limit) == ("message", str(most))
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "token_ids", "resume_tokens"])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "token_ids", "resume_tokens"])
 async def test_numbers_of_a_generation_are_counted_before_they_are_parsed(field):
     """7 MB of one list took 45 ms of the event loop."""
     most, text = 3 * MAX_FIELDS, ModelText(DEMO)
@@ -139,6 +146,7 @@ async def test_numbers_of_a_generation_are_counted_before_they_are_parsed(field)
     given = pb.TokenIds(ids=ids)
     request = {
         "stop_token_ids": pb.GenerateRequest(text="a", options=pb.GenerateOptions(stop_token_ids=ids)),
+        "allowed_token_ids": pb.GenerateRequest(text="a", options=pb.GenerateOptions(allowed_token_ids=ids)),
         "token_ids": pb.GenerateRequest(token_ids=given),
         "resume_tokens": pb.GenerateRequest(text="a", resume_tokens=given),
     }[field]

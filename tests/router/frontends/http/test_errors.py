@@ -8,8 +8,10 @@ import pytest
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
+    DeadEndError,
     DeadlineError,
     EngineBusyError,
+    GrammarDeadEndError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
@@ -50,3 +52,14 @@ def test_a_busy_worker_is_no_fault_of_the_client(path: str) -> None:
         assert (answer.status_code, shown["type"]) == (529, "overloaded_error")
     else:
         assert (answer.status_code, shown["type"], shown["code"]) == (503, "server_error", "overloaded")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(DeadEndError, "dead_end"), (GrammarDeadEndError, "grammar_dead_end")]
+)
+def test_options_that_leave_no_token_are_the_clients(kind: type[DeadEndError], code: str) -> None:
+    error = from_wire(kind("every token is excluded", field="allowed_token_ids").to_wire())
+    answer = error_response(error)
+    shown = orjson.loads(answer.body)["error"]
+    assert (answer.status_code, shown["type"], shown["code"]) == (400, "invalid_request_error", code)
+    assert shown["param"] == "allowed_token_ids" and "x-should-retry" not in answer.headers

@@ -1,0 +1,40 @@
+"""Which tokens would complete one of a request's bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class WordEndings:
+    """The last tokens of some words, each a sequence of token ids, by the end of the output before them.
+
+    They are a function of the output's tokens alone, which each attempt has: so they are the same at a prefill and at a
+    decode worker, for a resumed stream, after a preemption and for each draft.
+    """
+
+    def __init__(self, words: Iterable[tuple[int, ...]]):
+        words = dict.fromkeys(words)
+        self.largest_id = max(max(word) for word in words)
+        self._always = tuple(word[0] for word in words if len(word) == 1)
+        # Of longer words, by the last token before their end: the tokens before it, and the end
+        self._after: dict[int, list[tuple[list[int], int]]] = {}
+        for *beginning, end in words:
+            if beginning:
+                self._after.setdefault(beginning[-1], []).append((beginning, end))
+
+    @property
+    def depend_on_output(self) -> bool:
+        return bool(self._after)
+
+    def at(self, tokens: list[int], num_prompt: int) -> tuple[int, ...]:
+        """The ids that may not follow `tokens`: prompt and output, which `num_prompt` splits."""
+        begun = self._after.get(tokens[-1]) if self._after else None
+        if begun is None:
+            return self._always
+        output = len(tokens) - num_prompt
+        ends = {
+            end
+            for beginning, end in begun
+            if len(beginning) <= output and tokens[-len(beginning) :] == beginning
+        }
+        return (*self._always, *ends)
