@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -44,6 +45,9 @@ class Placement:
         self._models = config.model_names
         self.calibrations = Calibrations(self._models)
         self._eligibility = Eligibility([], self.mode, models=self._models)
+        self._seeing = (
+            threading.Lock()
+        )  # scrapes and probes, on threads of their own, see the same as requests
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self.watch = MemoryWatch(self._keys.load)
@@ -90,11 +94,12 @@ class Placement:
 
     @property
     def eligibility(self) -> Eligibility:
-        """Eligibility by the latest membership."""
-        workers = self._members.all
-        if self._eligibility.workers is not workers:
-            self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown, self._models)
-        return self._eligibility
+        """Eligibility by the latest membership. Any thread; only the event loop changes it."""
+        with self._seeing:
+            workers = self._members.all
+            if self._eligibility.workers is not workers:
+                self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown, self._models)
+            return self._eligibility
 
     def kv_group(self, before: KvGroup | None, model: str = "", failed: Collection[KvGroup] = ()) -> KvGroup:
         """Which workers a request for the model is for; `before`: those that its tokens are from; `failed`: those that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
+from router.placement import placement as placing
 from router.placement.candidates import Heads
 from router.placement.eligibility import Eligibility
 from router.placement.kv_groups import kv_group_of
@@ -166,3 +168,28 @@ def test_candidates_are_kept_for_the_same_reasons_only() -> None:
         for found in (eligibility.candidates(asked(excluded)), eligibility.usable("decode", asked(excluded))):
             decode = found if isinstance(found, list) else found.decode
             assert [one.worker_id for one in decode] == [f"decode-{having}"]
+
+
+def test_a_scrape_forgets_nothing_that_a_placement_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the workers on a thread of its own, and may be the first that sees a new membership."""
+    members = fleet(2)
+    placement = Placement(RouterConfig(model=Path("/m"), redis_url="redis://127.0.0.1:1"), members)
+    assert placement.eligibility.workers is members.all
+    scraping, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Eligibility:
+        if not scraping.is_set():
+            scraping.set()
+            go_on.wait(10)
+        return Eligibility(*arguments)
+
+    monkeypatch.setattr(placing, "Eligibility", slowly)
+    members.all = list(members.all)
+    scrape = threading.Thread(target=lambda: placement.eligibility)
+    scrape.start()
+    assert scraping.wait(10)
+    threading.Timer(0.1, go_on.set).start()
+    placement.eligibility.pass_over({"decode-9@0000000000000001": "decode"})
+    go_on.set()
+    scrape.join()
+    assert placement.eligibility.unknown == {"decode-9@0000000000000001": "decode"}
