@@ -125,6 +125,14 @@ def test_a_message_goes_to_the_chosen_model(page: Page, cluster: Cluster) -> Non
     page.wait("document.querySelector('.waterfall')", "the end of the answer", 60)
 
 
+def test_a_key_whose_models_are_away_is_no_fault_of_the_page(page: Page, cluster: Cluster) -> None:
+    """One that names adapters alone, before they are loaded: the page said that it could not read a property."""
+    page.fake("/v1/models", "application/json", json.dumps({"data": []}))
+    page.open(f"{cluster.http}/ui")
+    page.wait("document.querySelectorAll('.node').length === 5", "the topology")
+    assert page.run("document.querySelector('#notice').hidden") is True
+
+
 def test_an_answer_can_be_stopped(page_at: Page, cluster: Cluster) -> None:
     page_at.run("document.querySelector('#max-tokens').value = '3000'")
     # An answer that would go on: the page asks as always, with one field more.

@@ -51,6 +51,7 @@ async function look() {
 
 async function learnModel() {
   const models = (await get("v1/models")).data;
+  if (!models.length) return; // those that the key names are away
   header.model(models[0].id);
   offerModels(chat, models);
 }
