@@ -119,7 +119,7 @@ def built_of(megabytes: int, monkeypatch: pytest.MonkeyPatch, out: Path, *flags:
     monkeypatch.setattr(images, "size_of", lambda _: base)
     monkeypatch.setattr(images, "build", lambda *_: made)
     monkeypatch.setattr("sys.argv", ["images", "router", "--out", str(out), *flags])
-    monkeypatch.setattr(images.shutil, "which", lambda program: program)
+    monkeypatch.setattr("shutil.which", lambda program: program)
     return images.main()
 
 
@@ -151,7 +151,7 @@ def test_a_command_that_fails_is_named_without_a_traceback(monkeypatch, capsys, 
 
 
 def test_a_machine_that_cannot_build_says_why_and_goes_on_only_if_asked(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(images.image_probe, "why_not", lambda: "no containers: forbidden")
+    monkeypatch.setattr("deploy.image_probe.why_not", lambda: "no containers: forbidden")
     monkeypatch.setattr(images, "build", lambda *_: pytest.fail("built"))
     monkeypatch.setattr("sys.argv", ["images", "--if-possible", "router", "--out", str(tmp_path)])
     assert images.main() == 0
