@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_a_skip_fails_the_run_and_is_named(text: str, named: str, tmp_path: Path
 def test_an_image_that_was_not_asked_for_is_no_skip_that_matters(tmp_path: Path) -> None:
     """`make images TARGETS="router redis"` skips the workers of images that it did not build."""
     (tmp_path / "tests" / "images").mkdir(parents=True)
-    code, said = run(tmp_path, **{"test_here": PASSES, "tests/images/test_workers": SKIPS})
+    files: dict[str, Any] = {"test_here": PASSES, "tests/images/test_workers": SKIPS}
+    code, said = run(tmp_path, **files)
     assert code == 0, said
     assert "1 skipped" in said and "SKIPPED, WHICH" not in said
 

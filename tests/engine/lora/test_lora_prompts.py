@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def test_vectors_and_scores_of_prompts_are_those_of_their_adapter(batch, checkpo
     adapter = make_adapter(tmp_path / "a", model, rank=8)
     references = {"base": model, "own": merge(model, adapter, tmp_path / "m")}
     engine = make_engine(model, max_loras=1, max_batch_tokens=batch)
+    runner: Any = engine._runner
     digests = {"base": "", "own": engine.adapters.load(adapter)}
     requests = [
         EngineRequest(f"{name} {what}", PROMPT, how, adapter=digest, salt=bytes([number]) * 16)
@@ -42,7 +44,7 @@ def test_vectors_and_scores_of_prompts_are_those_of_their_adapter(batch, checkpo
             else:
                 assert isinstance(one, PromptOutput) and one.position == 1 + len(scores[name])
                 scores[name] += one.scores.logprobs[:, 0].tolist()
-    assert engine._runner.adapted_rows > 0
+    assert runner.adapted_rows > 0
     for name, reference in references.items():
         wanted = reference_embedding(reference, PROMPT, "mean").numpy()
         np.testing.assert_allclose(vectors[name], wanted, atol=WITHIN, rtol=0)

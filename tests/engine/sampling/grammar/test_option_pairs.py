@@ -86,7 +86,7 @@ def check(answers: Answers, grammar: GrammarSpec | None, n: int) -> None:
         if grammar is not None:
             check_json(answers, name, TABLE, choice)
         tokens = answers.tokens[name, choice]
-        assert answers.error(name) is None and tokens[-1].finish in FinishReason
+        assert answers.error(name) is None and isinstance(tokens[-1].finish, FinishReason)
         assert grammar is not None or len(tokens) <= NEW
         values = [(one.logprob, *(value for _, value in one.top_logprobs)) for one in tokens]
         assert all(map(math.isfinite, itertools.chain(*values))), name
