@@ -34,7 +34,6 @@ from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
 from engine.quant import coded, formats, int8
 from engine.runner import LoadedModel
-from engine.warm_up import Stage, Tell
 
 CPU = torch.device("cpu")
 Backends = tuple[LayerOps, AttentionBackend]
@@ -189,7 +188,7 @@ def _choose_backend(
         )
 
     if device.type == "cuda":
-        stage = Stage(f"attention_backend {config.attention_backend}", choose)
+        stage = warm_up.Stage(f"attention_backend {config.attention_backend}", choose)
         warm_up.run("attention kernels are tried", [stage], config.warm_up_seconds, warm_up.say, device)
     else:
         choose()
@@ -229,7 +228,7 @@ def load_model(
     handoff_bytes: int = 0,
     draft_bytes: int = 0,
     memory: DeviceMemory | None = None,
-    tell: Tell = warm_up.say,
+    tell: warm_up.Tell = warm_up.say,
 ) -> LoadedModel:
     """Load this rank's share of the model.
 
@@ -283,7 +282,7 @@ def load_model(
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team, adapters)
 
 
-def _bytes_to_load(model: ModelConfig, config: EngineConfig, tell: Tell) -> int:
+def _bytes_to_load(model: ModelConfig, config: EngineConfig, tell: warm_up.Tell) -> int:
     """Bytes of this rank's weights and of the slots of adapters. `tell` gets those of the weights."""
     dtype = _DTYPES[config.dtype]
     with Checkpoint(config.model, dtype, CPU, quantization=_format(model, config)) as stored:
@@ -349,11 +348,11 @@ def _recorded_bytes(
     return largest_step.recorded_bytes(config, decoder, backends, one_block, memory)
 
 
-def _compile(config: EngineConfig, decoder: Decoder, made: Backends, tell: Tell) -> None:
+def _compile(config: EngineConfig, decoder: Decoder, made: Backends, tell: warm_up.Tell) -> None:
     """Compile all kernels, so that this is no part of what the largest step is measured to take. Every rank of the group
     must call it. Where nothing is measured, the warm-up compiles."""
     stages = [
-        Stage(name, partial(largest_step.run, config, decoder, plan, *made))
+        warm_up.Stage(name, partial(largest_step.run, config, decoder, plan, *made))
         for name, plan in warm_up.first_steps(config, config.max_batch_tokens)
     ]
     device = decoder.embedding.device

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-CONTEXT = 64
+CHAT, COMPLETION, CONTEXT = "/v1/chat/completions", "/v1/completions", 64
 # Settings of the routers that the bodies are sent to, by name
 SETTINGS: dict[str, dict[str, Any]] = {
     "strict": {
@@ -43,8 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_body_bytes": 1 << 14,
     },
 }
-# What the model's generation_config.json sets
-GENERATION = {"temperature": 0.5, "top_k": 20, "min_p": None, "eos_token_id": 2}
+GENERATION = {"temperature": 0.5, "top_k": 20, "min_p": None, "eos_token_id": 2}  # in generation_config.json
 
 SHARED = [
     "model", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -367,15 +365,15 @@ def _strict_cases() -> Iterator[Case]:
     for prompt in PROMPTS:
         yield _case("strict", COMPLETION, {"prompt": prompt})
     prompts: tuple[Any, ...] = (["a", "b"], "a " * 500, [1] * 100, [[1] * 100], [])
-    patches: tuple[dict[str, Any], ...]
-    patches = ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"n": 4, "logprobs": 5}, {"foo": 1})
+    short: dict[str, Any] = {"truncate_prompt_tokens": 3}
+    patches: tuple[dict[str, Any], ...] = (short, {"temperature": "x"}, {"n": 4, "logprobs": 5}, {"foo": 1})
     for prompt, patch in itertools.product(prompts, patches):
         yield _case("strict", COMPLETION, {"prompt": prompt, **patch})
     for messages in MESSAGES:
         yield _case("strict", CHAT, {"messages": messages})
-    chats: tuple[Any, ...]
-    chats = ([], [None], [{"role": "x"}], [USER] * 64, [{"role": "user", "content": "a " * 500}])
-    patches = ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"reasoning_effort": "hard"}, {"foo": 1})
+    long = {"role": "user", "content": "a " * 500}
+    chats: tuple[Any, ...] = ([], [None], [{"role": "x"}], [USER] * 64, [long])
+    patches = (short, {"temperature": "x"}, {"reasoning_effort": "hard"}, {"foo": 1})
     for chat, patch in itertools.product(chats, patches):
         yield _case("strict", CHAT, {"messages": chat, **patch})
 
@@ -384,18 +382,9 @@ def _other_cases() -> Iterator[Case]:
     """Where the settings make a difference."""
     for settings, path in itertools.product(("tolerant", "least"), (CHAT, COMPLETION)):
         fields = (
-            "priority",
-            "stream_options",
-            "n",
-            "stop",
-            "stop_token_ids",
-            "logit_bias",
-            "allowed_token_ids",
-            "bad_words",
-            "logprobs",
-            "foo",
-            "echo",
-        )
+            "priority", "stream_options", "n", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+            "logprobs", "foo", "echo",
+        )  # fmt: skip
         yield from _fields(settings, path, fields, FEW_KINDS if path == COMPLETION else [])
         for patch in (*TOGETHER, *SEVERAL):
             yield _case(settings, path, patch)
