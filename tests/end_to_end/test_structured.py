@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -84,6 +85,9 @@ class Disturbed:
     def __init__(self, running: UnderOrders):
         self.running, self.gone = running, list[str]()
 
+    def _ready(self, worker: str) -> bool:
+        return any(one["id"] == worker and one["state"] == "ready" for one in self.running.cluster.workers())
+
     def check(self, answer: Completion) -> Timings:
         assert answer.finish_reason == "stop" and answer.timings is not None
         validate(answer.text, FEWER)
@@ -119,6 +123,21 @@ class Disturbed:
         assert timings.attempts > 1 and timings.prefill_worker != self.injected().process
         return answer
 
+    def prefill_drained(self, client: Client, prompt: list[int], **options: Any) -> Completion:
+        """With its grant, before it has computed anything. It hands over what it has begun, or another one computes it."""
+        self.order(Point.PREFILL_RESERVED, "stop")
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(client.generate, prompt, **options)
+            fault = self.injected()
+            try:
+                assert request_drain(*registry(self.running.cluster), fault.process)
+            finally:
+                in_short_turns(fault.pid)
+            answer = running.result(90.0)
+        self.check(answer)
+        wait_for(lambda: not self._ready(fault.process), 30.0, "the prefill worker has left")
+        return answer
+
     def decode_drained(self, client: Client, prompt: list[int], **options: Any) -> Completion:
         """In the middle of the answer, which another one continues: it is stopped until it is to leave."""
         self.order(Point.DECODE_TOKENS, "stop", at=100)
@@ -138,7 +157,7 @@ class Disturbed:
 
 
 @pytest.mark.long
-def test_killed_prefill_and_drained_decode_workers_change_no_answer(checkpoint, tmp_path_factory):
+def test_killed_and_drained_workers_change_no_answer(checkpoint, tmp_path_factory):
     """Greedy ones and drawn ones are valid, and to the last token those of an undisturbed run."""
     flags = (*PROCESS, "--prefill", "2", "--decode", "2")
     # At once, and the prompt's KV in several parts: with one, Finish could be sent before the signal works.
@@ -153,9 +172,10 @@ def test_killed_prefill_and_drained_decode_workers_change_no_answer(checkpoint, 
             with Client(running.cluster.grpc) as client:
                 disturbed_answers = [
                     disturbed.prefill_killed(client, prompt, **options),
+                    disturbed.prefill_drained(client, prompt, **options),
                     disturbed.decode_drained(client, prompt, **options),
                 ]
                 undisturbed = client.generate(prompt, **options)
             assert disturbed.check(undisturbed).attempts == 1
-            assert [one.token_ids for one in disturbed_answers] == [undisturbed.token_ids] * 2
+            assert [one.token_ids for one in disturbed_answers] == [undisturbed.token_ids] * 3
         assert_all_free(running.cluster)
