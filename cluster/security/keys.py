@@ -46,7 +46,8 @@ NO_LIMITS = RateLimits()
 
 
 class ModelLimits(Frozen):
-    """Limits of a key's tenant on one model, beside those on all models together."""
+    """Limits of a key's tenant on one model, beside those on all models together. The class is the key's, in place of its
+    own for all models."""
 
     panel = "Options"
 
@@ -54,6 +55,9 @@ class ModelLimits(Frozen):
     requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="over all routers")
     tokens_per_minute: int | None = Field(
         None, ge=1, le=10**12, description="prompt and output tokens, over all routers"
+    )
+    max_priority: PriorityClass | None = Field(
+        None, description="highest class of requests for it; default: the key's"
     )
 
     @property
@@ -105,7 +109,7 @@ class KeyEntry(Frozen):
         {},
         max_length=MAX_MODELS,
         description="limits of the tenant on single models, by name, not an alias, nor an adapter's, whose requests count "
-        "for its model: max_concurrent_requests, requests_per_minute, tokens_per_minute",
+        "for its model: max_concurrent_requests, requests_per_minute, tokens_per_minute, max_priority",
     )
 
     @field_validator("expires_at")
@@ -137,6 +141,9 @@ class Caller:
 
     def limits_of(self, model: str) -> ModelLimits:
         return self.model_limits.get(model, NO_MODEL_LIMITS)
+
+    def highest_class(self, model: str) -> PriorityClass:
+        return self.limits_of(model).max_priority or self.max_priority
 
 
 ANYONE = Caller(max_priority="high", admin=True)

@@ -77,7 +77,7 @@ async def read_inputs(
                 await next_turn()
             tokens = await _tokens(gateway, model, one, options, caller.tenant, envelope.cache_salt, field)
             completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0, field))
-        check_allowed(completions[0], caller)
+        check_allowed(completions[0], caller, model.name)
     return completions, vectors
 
 

@@ -25,18 +25,18 @@ ADMIN_TIMINGS = frozenset(
 )
 
 
-def check_allowed(completion: Completion, caller: Caller) -> None:
+def check_allowed(completion: Completion, caller: Caller, model: str) -> None:
     """Raises ForbiddenError for what the caller's key does not allow: `explain`, which names all workers and their loads,
-    and a class above its own, which would overtake requests of other tenants."""
+    and a class above its own for `model`, the name of a served one: it would overtake requests of other tenants."""
     if completion.explain and not caller.admin:
         raise ForbiddenError("explain: requires an API key with admin: true", field="explain")
-    asked = class_of(completion.priority)
-    if _CLASSES.index(asked) > _CLASSES.index(caller.max_priority):
+    asked, highest = class_of(completion.priority), caller.highest_class(model)
+    if _CLASSES.index(asked) > _CLASSES.index(highest):
         raise ForbiddenError(
-            f"priority: this API key allows at most {caller.max_priority}, not {asked}; "
-            "max_priority of the key's entry raises it",
+            f"priority: this API key allows at most {highest} for {model}, not {asked}; max_priority of the key's entry "
+            "raises it, or of its model_limits for this model",
             field="priority",
-            limit=caller.max_priority,
+            limit=highest,
         )
 
 

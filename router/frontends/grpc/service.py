@@ -197,7 +197,7 @@ class InferenceService:
             exclusions = await read_exclusions(self._gateway, model, options, caller.tenant)
             envelope = _envelope(request, context, exclusions)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.field)
-            check_allowed(made, caller)
+            check_allowed(made, caller, model.name)
             identity = self._gateway.check_ticket(made, caller) if resumed else None
         return made, identity
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import httpx
 import pytest
@@ -10,15 +12,23 @@ from baton.client import Client
 from cluster.errors import ForbiddenError
 from tests.harness.router import KeyFile, Router, known_key
 from tests.security.attacks.endpoints import ENDPOINTS, param
+from tests.security.conftest import NAME
 
 NUMBERS = {"high": 7, "normal": 0, "batch": -3}
 
 
-@pytest.mark.parametrize("allowed", ["high", "normal", "batch", None])
+@pytest.mark.parametrize(
+    ("allowed", "of_key"),
+    [("high", None), ("normal", None), ("batch", None), (None, None), ("high", "batch"), ("batch", "high")],
+)
 def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
-    allowed: str | None, router: Router, keys: KeyFile
+    allowed: str | None, of_key: str | None, router: Router, keys: KeyFile
 ) -> None:
-    key = known_key(router, keys.add("acme", **({"max_priority": allowed} if allowed else {})))
+    """With `of_key`, the key's own class, `allowed` is that of its limits of the model."""
+    fields: dict[str, Any] = {"max_priority": allowed} if allowed else {}
+    if of_key:
+        fields = {"max_priority": of_key, "model_limits": {NAME: fields, "other": {"max_priority": of_key}}}
+    key = known_key(router, keys.add("acme", **fields))
     headers = {"authorization": f"Bearer {key}"}
     order = ["batch", "normal", "high"]
     for asked, number in NUMBERS.items():

@@ -83,7 +83,7 @@ class Messages:
                     completion = model.validator.completion(
                         prompt.tokens, options, envelope, prompt.plan, prompt.field
                     )
-                    check_allowed(completion, caller)
+                    check_allowed(completion, caller, model.name)
             form = MessageForm(completion, shown_id, options.omits_thinking, fills, caller.admin)
             return ParsedRequest([completion], bool(options.stream), form, arrival)
 

@@ -142,7 +142,7 @@ class Generate:
             validator.completion(options.kept(one.tokens, context), options, envelope, one.plan, one.field)
             for one in prompts
         ]
-        check_allowed(completions[0], caller)
+        check_allowed(completions[0], caller, model.name)
         prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
         ids = None
         if options.return_token_ids:

@@ -72,7 +72,7 @@ class Responses(CreatingEndpoint):
                 completion = model.validator.completion(
                     prompt.tokens, options, envelope, prompt.plan, prompt.field
                 )
-                check_allowed(completion, caller)
+                check_allowed(completion, caller, model.name)
         shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)
         form = ResponseForm(shape)
         echo = len(shape.echo)
