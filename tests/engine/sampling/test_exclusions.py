@@ -150,7 +150,7 @@ def test_the_endings_are_those_that_a_search_finds(
 
 
 def test_long_words_that_the_output_has_begun_take_little_time() -> None:
-    """As many as a client may ask for by the default settings, each of four tokens for a character."""
+    """More than a client may ask for by the default settings."""
     length, begun = 1023, 70_000
     words = [(*[begun] * length, end) for end in range(256)]
     endings, tokens = WordEndings(words), [int(str(begun)) for _ in range(3000)]
