@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
@@ -58,7 +58,7 @@ class SamplingParams:
     prompt_top_logprobs: int = 0
     pooling: Pooling = Pooling.NONE  # of the prompt's hidden states to its embedding
     allowed_tokens: bytes = b""  # a bit for each token id, the lowest first; empty: all may be drawn
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of sequences that the output may not have
+    bad_words: tuple[Sequence[int], ...] = ()  # token ids of sequences that the output may not have
 
     @cached_property
     def word_endings(self) -> WordEndings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 
 
 class WordEndings:
@@ -12,15 +13,18 @@ class WordEndings:
     decode worker, for a resumed stream, after a preemption and for each draft.
     """
 
-    def __init__(self, words: Iterable[tuple[int, ...]]):
-        words = dict.fromkeys(words)
-        self.largest_id = max(max(word) for word in words)
-        self._always = tuple(word[0] for word in words if len(word) == 1)
-        # Of longer words, by the last token before their end: the tokens before it, and the end
-        self._after: dict[int, list[tuple[list[int], int]]] = {}
-        for *beginning, end in words:
-            if beginning:
-                self._after.setdefault(beginning[-1], []).append((beginning, end))
+    def __init__(self, words: Iterable[Sequence[int]]):
+        packed = {word: memoryview(word).cast("I") for word in map(_packed, words)}
+        self.largest_id = max(map(max, packed.values()))
+        self._always = tuple(ids[0] for ids in packed.values() if len(ids) == 1)
+        # Of longer words, by the last token before their end: the tokens before it, packed, and the end. As bytes they are
+        # compared at once: a client's words of many tokens, all of which the output has begun, delay no other's step.
+        self._after: dict[int, list[tuple[bytes, int]]] = {}
+        self._longest = 0  # tokens before an end
+        for word, ids in packed.items():
+            if len(ids) > 1:
+                self._after.setdefault(ids[-2], []).append((word[: -ids.itemsize], ids[-1]))
+                self._longest = max(self._longest, len(ids) - 1)
 
     @property
     def depend_on_output(self) -> bool:
@@ -31,10 +35,10 @@ class WordEndings:
         begun = self._after.get(tokens[-1]) if self._after else None
         if begun is None:
             return self._always
-        output = len(tokens) - num_prompt
-        ends = {
-            end
-            for beginning, end in begun
-            if len(beginning) <= output and tokens[-len(beginning) :] == beginning
-        }
+        output = _packed(tokens[max(num_prompt, len(tokens) - self._longest) :])
+        ends = {end for beginning, end in begun if output.endswith(beginning)}
         return (*self._always, *ends)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array("I", tokens).tobytes()

@@ -98,6 +98,9 @@ class ModelText:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
+        # Left from training in some files; transformers applies neither unless it is asked for
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
         self._directory = directory
         self.pieces = TokenPieces(self.tokenizer)
         self._byte_table = make_byte_table(self.tokenizer)

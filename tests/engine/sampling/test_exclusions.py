@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,20 @@ def test_the_endings_are_those_that_a_search_finds(
     assert set(endings.at(tokens, 1 + len(prompt))) == expected
     assert endings.depend_on_output == any(len(word) > 1 for word in words)
     assert endings.largest_id == max(max(word) for word in words)
+
+
+def test_long_words_that_the_output_has_begun_take_little_time() -> None:
+    """More than a client may ask for by the default settings."""
+    length, begun = 1023, 70_000
+    words = [(*[begun] * length, end) for end in range(256)]
+    endings, tokens = WordEndings(words), [int(str(begun)) for _ in range(3000)]
+    taken = list[float]()
+    for _ in range(5):
+        before = time.thread_time()
+        assert len(endings.at(tokens, 3000 - length)) == 256
+        taken.append(time.thread_time() - before)
+    assert min(taken) < 1e-3
+    assert not endings.at(tokens, 3001 - length)
 
 
 # --- what is left ---------------------------------------------------------------------------------------------------

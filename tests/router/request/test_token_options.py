@@ -111,6 +111,29 @@ def test_requests_carry_them_and_those_for_a_prompt_alone_do_not() -> None:
     assert alone.prompt_only and not alone.sampling.allowed_tokens and not alone.sampling.bad_words
 
 
+@pytest.mark.parametrize("count", [4, 5])
+async def test_a_word_has_no_more_tokens_than_it_may_have_characters(count: int) -> None:
+    """Else a short body of rare characters would be megabytes for the workers of each of its prompts."""
+
+    async def as_it_is(work: Any, field: str) -> Any:
+        return await work
+
+    async def words(given: Any, *, tenant: str) -> list[list[int]]:
+        return [[1], [2] * count]
+
+    gateway: Any = SimpleNamespace(in_time=as_it_is)
+    model: Any = SimpleNamespace(
+        text=SimpleNamespace(words=words), validator=validator(max_bad_word_characters=4)
+    )
+    options = read(TokenOptions, {"bad_words": ["a", "bcde"]}, LIMITS)
+    if count == 4:
+        assert len((await read_exclusions(gateway, model, options, "")).bad_words) == 2
+        return
+    with pytest.raises(InvalidRequestError, match="max_bad_word_characters") as caught:
+        await read_exclusions(gateway, model, options, "")
+    assert (caught.value.field, caught.value.limit) == ("bad_words", "4")
+
+
 async def test_nothing_is_read_where_nothing_is_excluded() -> None:
     options = read(GenerationOptions, {}, LIMITS)
     nothing: Any = None

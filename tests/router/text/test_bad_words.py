@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, normalizers
@@ -75,3 +77,22 @@ async def test_long_lists_are_tokenised_on_a_thread(monkeypatch: pytest.MonkeyPa
     finally:
         monkeypatch.undo()
         text.close()
+
+
+async def test_padding_and_truncation_of_a_tokenizer_s_file_are_not_applied(tmp_path: Path) -> None:
+    """Padded words would be in no answer, and prompts would lose their end."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.enable_padding()
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    plain, saved = ModelText(DEMO), ModelText(tmp_path)
+    try:
+        words = ["a", "some longer word that has many tokens"]
+        assert await saved.words(words) == await plain.words(words)
+        assert await saved.encode(words[1]) == await plain.encode(words[1])
+        counted = [await one.lengths(lambda: words, 50) for one in (saved, plain)]
+        assert counted[0] == counted[1]
+    finally:
+        plain.close()
+        saved.close()
