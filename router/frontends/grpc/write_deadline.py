@@ -49,10 +49,9 @@ class WriteDeadline:
 
     def _check(self) -> None:
         now = self._loop.time()
-        if (
-            self._since and now - self._due > STOPPED_SECONDS
-        ):  # what the client has read meanwhile is not known yet
-            self._since += now - self._due
+        late = now - self._due
+        if self._since and late > STOPPED_SECONDS:  # what the client has read meanwhile is not known yet
+            self._since = min(self._since + late, now)  # a write may have begun since, in this turn
         if self._since and now - self._since > self._seconds:
             self._expired()
             return
