@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
@@ -13,6 +14,8 @@ from cluster.errors import CancelledError
 from router.frontends.grpc.gate import Context
 
 STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
+# Of the call that a task serves: the write of its metadata.
+_opening: ContextVar[asyncio.Task[None] | None] = ContextVar("opening", default=None)
 
 
 class WriteDeadline:
@@ -58,6 +61,14 @@ class WriteDeadline:
         self._check_later()
 
 
+async def metadata_written() -> None:
+    """Return once what write_all has begun to write of this call's metadata is written, or its client has gone. Until then
+    gRPC refuses a status, and the call would stay open without one."""
+    opening = _opening.get()
+    if opening is not None:
+        await asyncio.wait({opening})
+
+
 async def write_all(
     responses: AsyncGenerator[Message | bytes, None],
     context: Context,
@@ -83,7 +94,9 @@ async def write_all(
                 deadline.begin()
                 if not opened:
                     # With a message that is never read, the status would repeat it, which gRPC refuses.
-                    await context.send_initial_metadata(())
+                    opening = asyncio.ensure_future(context.send_initial_metadata(()))
+                    _opening.set(opening)
+                    await asyncio.shield(opening)  # gRPC writes them even if this call gives up
                     opened = True
                 await context.write(response if isinstance(response, bytes) else response.SerializeToString())
                 deadline.end()
