@@ -15,7 +15,7 @@ from router.frontends.grpc.gate import Context
 
 STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
 # Of the call that a task serves: the write of its metadata.
-_opening: ContextVar[asyncio.Task[None] | None] = ContextVar("opening", default=None)
+_opening: ContextVar[asyncio.Future[None] | None] = ContextVar("opening", default=None)
 
 
 class WriteDeadline:
@@ -61,11 +61,16 @@ class WriteDeadline:
         self._check_later()
 
 
+def status_waits_for(opening: asyncio.Future[None] | None) -> None:
+    """Of the call that this task serves; `opening`: the write of its metadata, None: not begun."""
+    _opening.set(opening)
+
+
 async def metadata_written() -> None:
-    """Return once what write_all has begun to write of this call's metadata is written, or its client has gone. Until then
+    """Return once what has begun to be written of this call's metadata is written, or its client has gone. Until then
     gRPC refuses a status, and the call would stay open without one."""
     opening = _opening.get()
-    if opening is not None:
+    if opening is not None and not opening.done():
         await asyncio.wait({opening})
 
 
@@ -95,7 +100,7 @@ async def write_all(
                 if not opened:
                     # With a message that is never read, the status would repeat it, which gRPC refuses.
                     opening = asyncio.ensure_future(context.send_initial_metadata(()))
-                    _opening.set(opening)
+                    status_waits_for(opening)
                     await asyncio.shield(opening)  # gRPC writes them even if this call gives up
                     opened = True
                 await context.write(response if isinstance(response, bytes) else response.SerializeToString())
