@@ -166,12 +166,12 @@ def test_a_write_that_begins_as_a_stopped_router_goes_on_has_its_usual_time() ->
         made.watch(noted)
         return made
 
-    async def write() -> None:
-        writer.write([b"a"])
+    async def write(made: CallWriter) -> None:
+        made.write([b"a"])
 
     writer = loop.run(begin())
     loop.stand_still(3600.0)
-    loop.run(write())
+    loop.run(write(writer))
     loop.pass_time(38.0)
     assert isinstance(noted.calls[0], CancelledError)
     writer.close()
