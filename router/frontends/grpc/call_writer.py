@@ -35,7 +35,7 @@ class CallWriter:
         self._context = context
         self._messages: deque[bytes] = deque()
         self._write: Coroutine[Any, Any, None] | None = None
-        self._opened = False  # the metadata is written, or being written
+        self.opening: asyncio.Future[None] | None = None  # the metadata is being written, or is when done
         self._failure: BaseException | None = None
         self._watcher: Watcher | None = None
         self._written: asyncio.Future[None] | None = None  # waits for all messages
@@ -79,10 +79,10 @@ class CallWriter:
     def _next(self) -> None:
         """Begin the next write, unless there is none."""
         while self._messages and self._write is None:
-            if self._opened:
+            if self.opening is not None:
                 self._write = self._context.write(self._messages.popleft())
             else:
-                self._opened = True
+                self.opening = asyncio.get_running_loop().create_future()
                 self._write = self._context.send_initial_metadata(())
             self._deadline.begin()
             self._run()
@@ -93,14 +93,18 @@ class CallWriter:
         try:
             waited_for = self._write.send(None)
         except StopIteration:
-            self._write = None
-            self._deadline.end()
+            self._ended()
         except BaseException as error:  # as a task keeps it
-            self._write = None
-            self._deadline.end()
+            self._ended()
             self._fail(error)
         else:
             waited_for.add_done_callback(self._continue)
+
+    def _ended(self) -> None:
+        self._write = None
+        self._deadline.end()
+        if self.opening is not None and not self.opening.done():
+            self.opening.set_result(None)
 
     def _continue(self, _: asyncio.Future[Any]) -> None:
         self._run()

@@ -11,6 +11,7 @@ import grpc
 from cluster.errors import BatonError
 from cluster.rpc import errors
 from router.frontends.grpc.gate import Context
+from router.frontends.grpc.write_deadline import metadata_written
 
 Call = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 
@@ -43,6 +44,7 @@ def refusing(call: Call) -> Any:
             refusal = error.with_traceback(None)
             refusal.__context__ = refusal.__cause__ = None
         try:
+            await metadata_written()
             await errors.abort(context, refusal)
         except grpc.aio.InternalError:
             # The client disconnected while the status waited behind an answer that it did not read.

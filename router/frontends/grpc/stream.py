@@ -18,6 +18,7 @@ from router.frontends.answer_queue import AnswerQueue
 from router.frontends.grpc.call_writer import CallWriter
 from router.frontends.grpc.encoding import encode_chunks
 from router.frontends.grpc.gate import Context
+from router.frontends.grpc.write_deadline import status_waits_for
 from router.request.completion import Completion, Delta
 from router.request.permissions import timings_for, workers_for
 from wire import inference_pb2 as pb
@@ -52,6 +53,7 @@ class GenerateStream:
             await writer.written()
         finally:
             writer.close()
+            status_waits_for(writer.opening)
 
     def _charged(self) -> None:
         self._begun = True

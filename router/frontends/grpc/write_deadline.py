@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
@@ -13,6 +14,8 @@ from cluster.errors import CancelledError
 from router.frontends.grpc.gate import Context
 
 STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
+# Of the call that a task serves: the write of its metadata.
+_opening: ContextVar[asyncio.Future[None] | None] = ContextVar("opening", default=None)
 
 
 class WriteDeadline:
@@ -49,14 +52,26 @@ class WriteDeadline:
 
     def _check(self) -> None:
         now = self._loop.time()
-        if (
-            self._since and now - self._due > STOPPED_SECONDS
-        ):  # what the client has read meanwhile is not known yet
-            self._since += now - self._due
+        late = now - self._due
+        if self._since and late > STOPPED_SECONDS:  # what the client has read meanwhile is not known yet
+            self._since = min(self._since + late, now)  # a write may have begun since, in this turn
         if self._since and now - self._since > self._seconds:
             self._expired()
             return
         self._check_later()
+
+
+def status_waits_for(opening: asyncio.Future[None] | None) -> None:
+    """Of the call that this task serves; `opening`: the write of its metadata, None: not begun."""
+    _opening.set(opening)
+
+
+async def metadata_written() -> None:
+    """Return once what has begun to be written of this call's metadata is written, or its client has gone. Until then
+    gRPC refuses a status, and the call would stay open without one."""
+    opening = _opening.get()
+    if opening is not None and not opening.done():
+        await asyncio.wait({opening})
 
 
 async def write_all(
@@ -84,7 +99,9 @@ async def write_all(
                 deadline.begin()
                 if not opened:
                     # With a message that is never read, the status would repeat it, which gRPC refuses.
-                    await context.send_initial_metadata(())
+                    opening = asyncio.ensure_future(context.send_initial_metadata(()))
+                    status_waits_for(opening)
+                    await asyncio.shield(opening)  # gRPC writes them even if this call gives up
                     opened = True
                 await context.write(response if isinstance(response, bytes) else response.SerializeToString())
                 deadline.end()

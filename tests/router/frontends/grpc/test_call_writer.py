@@ -154,3 +154,25 @@ def test_time_in_which_the_router_was_stopped_does_not_count() -> None:
     assert isinstance(noted.calls[0], CancelledError)
     writer.close()
     loop.close()
+
+
+def test_a_write_that_begins_as_a_stopped_router_goes_on_has_its_usual_time() -> None:
+    """Its check, late by an hour, gave it an hour more."""
+    loop = VirtualLoop()
+    noted = Noted()
+
+    async def begin() -> CallWriter:
+        made = CallWriter(context(StubCall()), 30.0)
+        made.watch(noted)
+        return made
+
+    async def write(made: CallWriter) -> None:
+        made.write([b"a"])
+
+    writer = loop.run(begin())
+    loop.stand_still(3600.0)
+    loop.run(write(writer))
+    loop.pass_time(38.0)
+    assert isinstance(noted.calls[0], CancelledError)
+    writer.close()
+    loop.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import CancelledError, PeerLostError
 from cluster.security.keys import ANYONE
 from router.dispatch.turn import Turn
+from router.frontends.grpc.refusal import refusing
 from router.frontends.grpc.stream import GenerateStream
 from router.link.token import PlainToken
 from router.request.completion import Completion, Delta, FinishReason
@@ -205,3 +206,39 @@ def test_every_token_comes_once_in_order_and_before_its_finish(steps: list[str])
             assert own[-1].finish_reason == "length"
 
     asyncio.run(run())
+
+
+async def test_a_stream_whose_metadata_waited_too_long_gets_its_status_once_they_are_written() -> None:
+    """gRPC refuses a status while they wait: the call of a client that read on later stayed open without one."""
+    call, dispatcher = StubCall(), StubDispatcher()
+    steps, read_on, given_up = list[str](), asyncio.Event(), asyncio.Event()
+    completion = Completion("one", "tiny", [1, 2], common_pb2.SamplingParams(seed=42))
+    made = GenerateStream(cast(Any, dispatcher), completion, ANYONE)
+
+    async def metadata(_: object) -> None:
+        await asyncio.ensure_future(read_on.wait())
+        steps.append("metadata")
+
+    async def abort(*_: object, **__: object) -> None:
+        steps.append("status")
+        raise asyncio.CancelledError
+
+    async def generate(_: object, context: Any) -> None:
+        try:
+            await made.pass_to(context, RouterConfig(model="tiny", write_seconds=0.05), Turn())
+        finally:
+            given_up.set()
+
+    stub: Any = call
+    stub.send_initial_metadata, stub.abort = metadata, abort
+    serving = asyncio.ensure_future(refusing(generate)(cast(Any, None), context(call)))
+    await turns()
+    dispatcher.on_charged()
+    async with asyncio.timeout(10):
+        await given_up.wait()
+        await turns()
+        assert steps == []
+        read_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    assert steps == ["metadata", "status"] and call.begun == []

@@ -163,7 +163,7 @@ async def test_an_answer_that_is_never_read_counts_until_its_call_ends() -> None
     made, context = service(TOKENS), call()
     bodies = ByteBudget(200_000, 200_000, lambda tenant: None)
     gateway: Any = made._gateway
-    gateway.config.write_seconds = 0.05
+    gateway.config.write_seconds = 0.5
     gateway.admission.admit.return_value = Place(cast(Any, SimpleNamespace(bodies=bodies)), ANYONE, Taken(()))
     answers: list[bytes] = []
 
@@ -179,3 +179,31 @@ async def test_an_answer_that_is_never_read_counts_until_its_call_ends() -> None
     (ended,) = context.add_done_callback.call_args.args
     ended(context)
     assert bodies.held == 0
+
+
+async def test_a_call_whose_metadata_waited_too_long_gets_its_status_once_they_are_written() -> None:
+    """gRPC refuses a status while they wait: the call of a client that read on later stayed open without one."""
+    made, context, steps = service(TOKENS), call(), list[str]()
+    read_on = asyncio.Event()
+    gateway: Any = made._gateway
+    gateway.config.write_seconds = 0.05
+
+    async def metadata(_: object) -> None:
+        await read_on.wait()
+        steps.append("metadata")
+
+    async def abort(*_: object, **__: object) -> None:
+        steps.append("status")
+        raise asyncio.CancelledError
+
+    def left(*_: object) -> bool:
+        steps.append("place left")
+        asyncio.get_running_loop().call_later(0.1, read_on.set)
+        return False
+
+    context.send_initial_metadata, context.abort = metadata, abort
+    gateway.admission.admit.return_value.__exit__.side_effect = left
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await refusing(made.Tokenize)(MagicMock(), context)
+    assert steps == ["place left", "metadata", "status"]
