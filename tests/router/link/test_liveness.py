@@ -86,6 +86,7 @@ async def test_an_error_of_one_link_does_not_end_the_beats_of_all(pair, monkeypa
 async def test_a_silent_router_is_detached_and_its_attempts_end(pair, monkeypatch):
     one = pair.read()
     await pair.up()
+    await until(lambda: pair.worker.routers.detached() == 0, "the worker has its handles attached")
     pair.links._timer.cancel()  # as a router that hangs
     pair.link._connection.connection_lost = lambda error: None
     monkeypatch.setattr(worker_connection, "LOST_SECONDS", 0.6)

@@ -22,7 +22,7 @@ from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
 from router.request.token_options import NO_EXCLUSIONS, Exclusions, TokenOptions, exclusions_of
 from router.request.validator import Envelope
-from tests.router.request.test_validate import Long, validator
+from tests.router.request.validators import Long, validator
 
 TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
 CONFIG = RouterConfig(

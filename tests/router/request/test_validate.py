@@ -6,14 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from cluster.config.router import RouterConfig
 from cluster.errors import (
     BatonError,
     ContextLengthError,
@@ -25,26 +22,7 @@ from router.request.completion import Completion
 from router.request.fields import read
 from router.request.options import MAX_PRIORITY, GenerationOptions
 from router.request.validator import MAX_REQUEST_ID, Envelope, Validator
-
-VOCAB, CONTEXT = 100, 64
-CONFIG = RouterConfig(
-    model=Path("/models/m"),
-    max_choices=3,
-    max_stop_strings=2,
-    max_stop_string_characters=10,
-    max_stop_token_ids=4,
-    max_logit_bias=3,
-    max_logprobs=5,
-    request_seconds=60.0,
-)
-
-
-def validator(generation: dict[str, Any] | None = None, **config: Any) -> Validator:
-    text: Any = SimpleNamespace(
-        vocab_size=VOCAB, max_position_embeddings=CONTEXT, generation=generation or {}, has_head=True
-    )
-    return Validator(CONFIG.model_copy(update=config), text)
-
+from tests.router.request.validators import CONTEXT, VOCAB, Long, validator
 
 ENVELOPE = {field.name for field in dataclasses.fields(Envelope)}
 
@@ -55,30 +33,6 @@ def completed(prompt: Sequence[int], by: Validator | None = None, **fields: Any)
     by.limits.check_model(fields.pop("model", ""))
     options = read(GenerationOptions, {key: fields[key] for key in fields if key not in ENVELOPE}, by.limits)
     return by.completion(prompt, options, Envelope(**{key: fields[key] for key in fields if key in ENVELOPE}))
-
-
-class Walked(Exception):
-    """An element was read."""
-
-
-class Long(Sequence[int]):
-    """A sequence with a length whose elements must not be read."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: Any) -> Any:
-        raise Walked
-
-    def __iter__(self) -> Iterator[int]:
-        raise Walked
 
 
 # field, the last accepted value, the first refused one

@@ -95,7 +95,7 @@ BODIES: list[tuple[str, Any, int, str]] = [
     (LOAD, {"lora_name": "a", "lora_path": "../a"}, 400, "lora_path"),
     (LOAD, {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path"),
     (LOAD, {"lora_name": "tiny", "lora_path": "a"}, 400, "lora_name"),
-    (LOAD, {"lora_name": "a", "lora_path": "a", "load_inplace": True}, 400, "body"),
+    (LOAD, {"lora_name": "a", "lora_path": "a", "load_inplace": True}, 400, "load_inplace"),
     (LOAD, {"lora_name": "a", "lora_path": "a", "model": "other"}, 404, "model"),
     (LOAD, {"lora_name": "a", "lora_path": "a", "model": 1}, 400, "model"),
     (UNLOAD, {"lora_name": "never", "model": "other"}, 404, "model"),
