@@ -140,10 +140,11 @@ def test_an_embedding_is_of_a_prompt_alone(sampling, more):
 def test_what_a_request_excludes_arrives_as_it_was_sent():
     sampling = {"allowed_tokens": b"\x05\x00\x80", "bad_words": [pack_tokens([5]), pack_tokens([1, 2, 99])]}
     params = sampling_from_wire(spec(sampling).sampling)
-    assert params.allowed_tokens == b"\x05\x00\x80" and list(map(tuple, params.bad_words)) == [
+    words: Any = params.bad_words
+    assert params.allowed_tokens == b"\x05\x00\x80" and list(map(tuple, words)) == [
         (5,),
         (1, 2, 99),
     ]
-    assert sum(len(memoryview(word).tobytes()) for word in params.bad_words) == 16  # in 4 bytes each
+    assert sum(len(bytes(memoryview(word))) for word in words) == 16  # in 4 bytes each
     unset = sampling_from_wire(spec().sampling)
     assert (unset.allowed_tokens, unset.bad_words) == (b"", ())
