@@ -136,9 +136,8 @@ class StallWatch(Watch):
 
     def __init__(self, port: int, seconds: float):
         super().__init__(port, seconds)
-        self._stalled: dict[
-            int, tuple[int, int]
-        ] = {}  # by inode: looks since the first one; acknowledged by then
+        # By inode: looks since the first one; what was acknowledged by then
+        self._stalled: dict[int, tuple[int, int]] = {}
 
     def _late(self) -> set[int]:
         before, self._stalled = self._stalled, {}
