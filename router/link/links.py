@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from cluster.errors import PeerLostError
 from cluster.faults.points import NO_FAULTS, Faults
 from cluster.membership.types import WorkerInfo
+from cluster.process.standstill import STOPPED_SECONDS
 from cluster.protocol.link import STATUS_SECONDS, common_version
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from cluster.security.tls import Peers
@@ -26,7 +27,6 @@ from router.link.state import LinkState
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
-STOPPED_SECONDS = 1.0  # a tick that is later than this: the process was stopped
 
 
 def no_message(seconds: float) -> PeerLostError:

@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 
 from cluster.config.router import RouterConfig
 from cluster.errors import CancelledError
+from cluster.process.standstill import standstill
 from router.frontends.grpc.gate import Context
 
-STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
 # Of the call that a task serves: the write of its metadata.
 _opening: ContextVar[asyncio.Future[None] | None] = ContextVar("opening", default=None)
 
@@ -52,9 +52,9 @@ class WriteDeadline:
 
     def _check(self) -> None:
         now = self._loop.time()
-        late = now - self._due
-        if self._since and late > STOPPED_SECONDS:  # what the client has read meanwhile is not known yet
-            self._since = min(self._since + late, now)  # a write may have begun since, in this turn
+        if self._since:  # what the client has read during a standstill is not known yet
+            # A write may have begun since, in this turn
+            self._since = min(self._since + standstill(self._due, now), now)
         if self._since and now - self._since > self._seconds:
             self._expired()
             return

@@ -301,7 +301,7 @@ class LinkMachine(RuleBasedStateMachine):
             assert self.attempts.get(number.to_bytes(16, "big")) is None
         for state in frame.states:
             if state.kind == link_pb2.HandleState.UNKNOWN:
-                # It would be dispatched anew, and nobody would read this one.
+                # The router would dispatch it again, and no router would read this attempt.
                 assert self.attempts.get(state.handle.to_bytes(16, "big")) is None, "it is known"
                 self.readings[state.handle].lost = True
 

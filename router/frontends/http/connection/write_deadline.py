@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from cluster.process.standstill import standstill
 from router.frontends.http.connection.acknowledged import acknowledged_bytes
 
 log = logging.getLogger(__name__)
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
-STOPPED_SECONDS = 1.0  # a check that is later than this: the process was stopped
 
 
 class WriteDeadline:
@@ -51,8 +51,7 @@ class WriteDeadline:
 
     def _check(self) -> None:
         now = self._loop.time()
-        if now - self._due > STOPPED_SECONDS:  # nothing was written meanwhile
-            self._deadline += now - self._due
+        self._deadline += standstill(self._due, now)  # nothing was written meanwhile
         if acknowledged_bytes(self._transport) - self._acknowledged >= MIN_READ_BYTES:
             self._set()
         elif now >= self._deadline:
